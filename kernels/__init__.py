@@ -1,0 +1,1 @@
+"""Arithmetic and wire layout of the compressed exchange: tensors in, tensors out."""
