@@ -1,0 +1,238 @@
+"""The `torch.compile` backend: capture on, passes over every graph, then Inductor or plain AOT."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from . import agree, capture
+from .config import LoCoConfig
+from .guard import report_uncaptured
+from .passes.markers import Tag
+from .passes.pipeline import run as run_passes
+from .passes.plan import Exchange
+from .passes.remat import remat
+from .state import PARAMETER_ATTRIBUTE, group_state
+from .unshard import Spec
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class CompileRecord:
+    """What became of one Dynamo graph: filled in as its forward and backward are compiled."""
+
+    config: LoCoConfig
+    exchanges: list[Exchange] = dataclasses.field(default_factory=list)
+    has_backward: bool = False
+
+
+class _RematPass(CustomGraphPass):
+    """`remat` in the form that Inductor's config takes."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        remat(graph)
+
+    def uuid(self) -> Any:
+        return hashlib.sha256(b"loco_compile.remat.1").hexdigest()
+
+
+class LoCoBackend:
+    """A backend for `torch.compile(model, backend=LoCoBackend(config))`.
+
+    `torch.compile(model, backend="loco", options={...})` takes the config's fields as options.
+    """
+
+    is_loco_backend = True
+
+    def __init__(self, config: LoCoConfig | None = None) -> None:
+        if config is not None and not isinstance(config, LoCoConfig):
+            raise TypeError(
+                f"LoCoBackend takes a LoCoConfig, got {type(config).__name__} {config!r}. Write "
+                "LoCoBackend(LoCoConfig(...)), or torch.compile(..., backend='loco', options={...})"
+            )
+        self.config = config or LoCoConfig()
+        capture.install()
+
+    def __repr__(self) -> str:
+        return f"LoCoBackend({self.config})"
+
+    def config_of(self, compiler: Any) -> LoCoConfig:
+        """Return the config of a Dynamo compiler function: ours, or with `options` on top."""
+        options = None
+        while compiler is not None and compiler is not self:
+            options = getattr(compiler, "kwargs", {}).get("options") or options
+            links = ("compiler_fn", "_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
+            compiler = next((getattr(compiler, k) for k in links if hasattr(compiler, k)), None)
+        return self._with_options(options)
+
+    def _with_options(self, options: Mapping[str, Any] | None) -> LoCoConfig:
+        if not options:
+            return self.config
+        return LoCoConfig.from_options({**dataclasses.asdict(self.config), **options})
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+    ) -> Callable[..., Any]:
+        """Compile one Dynamo graph. Called by torch.compile.
+
+        Raises: UncapturedError if the graph trains parameters but holds no FSDP group.
+        """
+        if mode not in (None, "default"):
+            raise ValueError(f"the loco backend has no mode {mode!r}: leave mode out of torch.compile")
+        config = self._with_options(options)
+        owners = _find_owners(gm)
+        if not owners and _trains_parameters(gm):
+            _report_nothing_to_compress(config)
+        record = CompileRecord(config)
+        compiled = _INNER[config.inner](gm, example_inputs, record)
+        return _run_and_record(compiled, record, owners)
+
+
+def _find_owners(gm: fx.GraphModule) -> list[int]:
+    """Return the inputs that hold the first parameter of each FSDP group in a Dynamo graph."""
+    inputs = list(gm.graph.find_nodes(op="placeholder"))
+    owners: dict[str, int] = {}
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops.loco_compile.unshard.default
+    ) + gm.graph.find_nodes(op="call_function", target=torch.ops.loco_compile.unshard):
+        source = node.args[0]
+        while isinstance(source, fx.Node) and source.op != "placeholder":
+            source = source.all_input_nodes[0]
+        owners.setdefault(str(node.args[3]), inputs.index(source))
+    return list(owners.values())
+
+
+def _trains_parameters(gm: fx.GraphModule) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    values = (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
+    return any(isinstance(v, torch.nn.Parameter) and v.requires_grad for v in values)
+
+
+def _report_nothing_to_compress(config: LoCoConfig) -> None:
+    if not dist.is_initialized():
+        fix = "torch.distributed is not initialised: call dist.init_process_group, then fully_shard"
+    else:
+        fix = (
+            "call fully_shard on the model before torch.compile; if it is sharded, its hooks ran "
+            "outside this graph: see TORCH_LOGS=graph_breaks"
+        )
+    report_uncaptured(
+        "the loco backend compiled a graph that trains parameters but holds no FSDP2 group, so there "
+        f"is nothing to compress. Fix: {fix}. LoCoConfig(on_uncaptured='warn') compiles it as it is.",
+        warns=config.on_uncaptured == "warn",
+    )
+
+
+def _run_and_record(
+    compiled: Callable[..., Any], record: CompileRecord, owners: list[int]
+) -> Callable[..., Any]:
+    """Note on each group which graph ran it: one graph may serve many blocks."""
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        for index in owners:
+            parameter = getattr(args[index], PARAMETER_ATTRIBUTE, None)
+            if parameter is not None:
+                state = group_state(parameter.fsdp_group)
+                if state is not None and (record.has_backward or state.record is None):
+                    state.record = record
+        return compiled(*args)
+
+    return run
+
+
+def _apply_passes(
+    gm: fx.GraphModule, record: CompileRecord, *, is_backward: bool
+) -> list[int]:
+    """Run the passes over a forward or backward graph; return the positions of its error inputs."""
+    exchanges = run_passes(gm, record.config)
+    if exchanges:
+        agree.check_plan(exchanges, record.config)
+    record.exchanges += exchanges
+    record.has_backward |= is_backward
+    errors = {e for x in exchanges for c in x.compressed for e in c.site.errors}
+    return [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in errors]
+
+
+def _keep_versions(compiled: Any, errors: list[int]) -> Any:
+    """Hide the in-place updates of the errors from autograd's version check.
+
+    Autograd saved the buffers for backward, and two forwards before one backward save them twice: the
+    first backward's update is meant to be seen by the second.
+    """
+    if not errors:
+        return compiled
+
+    def run(args: list[Any]) -> Any:
+        buffers = tuple(args[i] for i in errors)
+        with torch.autograd._unsafe_preserve_version_counter(buffers):
+            return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's calling convention
+    return run
+
+
+def _compile_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], record: CompileRecord
+) -> Callable[..., Any]:
+    def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        errors = _apply_passes(gm, record, is_backward=bool(kwargs.get("is_backward")))
+        return _keep_versions(compile_fx_inner(gm, inputs, **kwargs), errors)
+
+    # A hit in AOTAutogradCache would skip inner_compile. config_patches, unlike a `with` here, also
+    # covers the backward, which is compiled later.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return compile_fx(  # type: ignore[return-value]
+            gm,
+            example_inputs,
+            inner_compile=inner_compile,
+            config_patches={"joint_custom_post_pass": _RematPass()},
+        )
+
+
+def _compile_with_aot_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], record: CompileRecord
+) -> Callable[..., Any]:
+    def compile_graph(gm: fx.GraphModule, _: Sequence[Any], *, is_backward: bool) -> Any:
+        errors = _apply_passes(gm, record, is_backward=is_backward)
+        return _keep_versions(make_boxed_func(gm), errors)
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        remat(joint.graph)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return aot_autograd(
+            fw_compiler=functools.partial(compile_graph, is_backward=False),
+            bw_compiler=functools.partial(compile_graph, is_backward=True),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+_INNER = {"inductor": _compile_with_inductor, "aot_eager": _compile_with_aot_eager}
+
+loco_backend = LoCoBackend()
+"""The backend with the default config."""
+
+__all__ = ["CompileRecord", "LoCoBackend", "Spec", "Tag", "loco_backend"]

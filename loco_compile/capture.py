@@ -1,0 +1,137 @@
+"""Make stock FSDP2 traceable while Dynamo traces for our backend, and only then.
+
+FSDP2's hooks are Dynamo-disabled, so `torch.compile(fully_shard(model))` has no collective in any
+graph. Here Dynamo gets traceable stand-ins for `FSDPState._pre_forward` and `_post_forward`:
+
+    pre-forward    every parameter of the group: shard -> unshard -> full parameter on its module
+    post-forward   the shards back on their modules
+
+Eager code and every other backend keep FSDP2's own hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.comptime import comptime
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.utils import _apply_to_tensors
+
+from . import compat, groups
+
+EAGER_PRE_FORWARD = FSDPState._pre_forward
+EAGER_POST_FORWARD = FSDPState._post_forward
+_BUCKETS = "_loco_buckets"  # on Dynamo's OutputGraph: names of the groups traced so far
+
+
+@functools.cache
+def install() -> None:
+    """Register the stand-ins with Dynamo, and let `torch.compile(model)` trace the root's hooks."""
+    torch.compiler.substitute_in_graph(EAGER_PRE_FORWARD)(_traced_pre_forward)
+    torch.compiler.substitute_in_graph(EAGER_POST_FORWARD)(_traced_post_forward)
+    _wrap_top_frame_for_our_backend()
+
+
+def _wrap_top_frame_for_our_backend() -> None:
+    """Trace a compiled root module's hooks together with its forward, for our backend only.
+
+    `torch.compile(module)` runs the module's own hooks outside the traced frame unless Dynamo's
+    `wrap_top_frame` is set when the wrapper is made. That setting is process-wide, so it is set just
+    while a wrapper with our backend is made.
+    """
+    initialize = OptimizedModule._initialize
+
+    @functools.wraps(initialize)
+    def _initialize(self: OptimizedModule) -> None:
+        callback = getattr(self.dynamo_ctx, "callback", None)
+        ours = compat.backend_of(callback) is not None
+        with torch._dynamo.config.patch(wrap_top_frame=ours or torch._dynamo.config.wrap_top_frame):
+            initialize(self)
+
+    OptimizedModule._initialize = _initialize  # type: ignore[method-assign]  # see the docstring
+
+
+@torch.compiler.assume_constant_result
+def _traces_for_us() -> bool:
+    """Whether the running trace compiles for our backend. Evaluated while tracing."""
+    trace = compat.current_trace()
+    return trace is not None and compat.backend_of(trace.compiler) is not None
+
+
+@torch.compiler.assume_constant_result
+def _current_bucket() -> str:
+    """Name of the group that `_prepare` saw last. Evaluated while tracing.
+
+    A constant that no guard watches: one graph serves all equal blocks, under the first one's name.
+    """
+    trace = compat.current_trace()
+    if trace is None:
+        raise AssertionError("expected a running Dynamo trace")
+    name: str = getattr(trace.output, _BUCKETS)[-1]
+    return name
+
+
+def _prepare(ctx: Any) -> None:
+    """Do at trace time what FSDP2 does before its first forward, and allocate the graph's inputs."""
+    state = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker().value
+    trace = compat.current_trace()
+    if trace is None:
+        raise AssertionError("expected a running Dynamo trace")
+    backend = compat.backend_of(trace.compiler)
+    name = groups.prepare(state, backend.config_of(trace.compiler))
+    names: list[str] = getattr(trace.output, _BUCKETS, [])
+    setattr(trace.output, _BUCKETS, [*names, name])
+
+
+def _traced_pre_forward(
+    self: FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not _traces_for_us():
+        return torch._dynamo.disable(EAGER_PRE_FORWARD)(self, module, args, kwargs)  # type: ignore[no-any-return]
+    comptime(_prepare)
+    bucket = _current_bucket()
+    if self._is_root and self._device.type != "cpu":
+        to_device = functools.partial(_to_device, self._device)
+        args, kwargs = _apply_to_tensors(to_device, args), _apply_to_tensors(to_device, kwargs)
+    if self._mp_policy.cast_forward_inputs and self._mp_policy.param_dtype:
+        cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)
+        args, kwargs = _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
+    for state in self._loco_states:
+        group = state.fsdp_group
+        # Read here so that Dynamo guards on them: the specs were made from these settings.
+        if groups.settings(group) != state.settings:
+            raise AssertionError("expected the settings that the group was prepared with")
+        for parameter in state.parameters:
+            shard = parameter.fsdp_param.sharded_param.to_local()
+            full = torch.ops.loco_compile.unshard(shard, parameter.error, parameter.spec, bucket)
+            _place(parameter.fsdp_param, full)
+    return args, kwargs
+
+
+def _traced_post_forward(self: FSDPState, module: nn.Module, input: Any, output: Any) -> Any:
+    if not _traces_for_us():
+        return torch._dynamo.disable(EAGER_POST_FORWARD)(self, module, input, output)
+    for state in self._loco_states:
+        for parameter in state.parameters:
+            _place(parameter.fsdp_param, parameter.fsdp_param.sharded_param)
+    if self._mp_policy.output_dtype is not None:
+        cast = functools.partial(_cast_fp_tensor, self._mp_policy.output_dtype)
+        output = _apply_to_tensors(cast, output)
+    return output
+
+
+def _to_device(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device)
+
+
+def _place(fsdp_param: Any, value: Any) -> None:
+    """Put a full or a sharded parameter on its module, and on those that share it."""
+    info = fsdp_param._module_info
+    info.module._parameters[info.param_name] = value
+    for module, name in zip(info.shared_modules, info.shared_param_names):  # noqa: B905  # traced
+        module._parameters[name] = value

@@ -1,0 +1,73 @@
+"""Differences between the supported torch versions, each with the version it serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+
+def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
+    """Return the parameter groups of an FSDP state. torch 2.11 has one; 2.12 and later a list."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store that a process group was made with. Private in every version so far."""
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def backend_of(callback: Any) -> Any:
+    """Yield nothing but the innermost `backend` a Dynamo callback compiles with, or None.
+
+    Dynamo wraps the user's backend in several callables, and names the link differently in each.
+    """
+    links = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn", "__wrapped__")
+    seen: set[int] = set()
+    while callback is not None and id(callback) not in seen:
+        seen.add(id(callback))
+        if getattr(callback, "is_loco_backend", False):
+            return callback
+        callback = next((getattr(callback, k) for k in links if getattr(callback, k, None)), None)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracing:
+    """The Dynamo trace that is running now."""
+
+    output: Any
+    """Dynamo's OutputGraph: lives as long as the trace."""
+    compiler: Any
+    """The callable that will compile the graph."""
+
+
+def current_trace() -> Tracing | None:
+    """Return the running Dynamo trace, None outside of one."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output = InstructionTranslator.current_tx().output
+    except (AttributeError, IndexError):
+        return None
+    return Tracing(output, output.compiler_fn)
+
+
+def has_triton() -> bool:
+    """Return whether Triton kernels can be launched (CUDA or ROCm build with Triton)."""
+    return torch.utils._triton.has_triton()
+
+
+def fsdp_state(module: Any) -> FSDPState | None:
+    """Return the FSDP state of a module, None if `fully_shard` was not called on it."""
+    from torch.distributed._composable_state import _get_module_state
+
+    state = _get_module_state(module)
+    return state if isinstance(state, FSDPState) else None

@@ -1,0 +1,184 @@
+"""What a user can choose, validated up front."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from .kernels.layout import BLOCK_MULTIPLE
+from .kernels.recipe import Recipe
+
+Method = Literal["loco", "none"]
+Scale = Literal["block", "fixed"]
+OnUncaptured = Literal["error", "warn"]
+Inner = Literal["inductor", "aot_eager"]
+
+_PHANTOM_DECAY = 0.5  # from here on int8 codes of 1 never decay: rint(0.5 * 1) = 0, rint(0.75) = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoCoConfig:
+    """How gradients are exchanged. Every field has a default that is right for most models.
+
+    Raises: ValueError that names the field, its value and the allowed set.
+    """
+
+    method: Method = "loco"
+    """What is sent: "loco" (low-bit codes with averaged error feedback) or "none" (the graph as it
+    was, bit for bit)."""
+    bits: int = 4
+    """Width of one gradient code on the wire, in bits: 4 or 8."""
+    scale: Scale = "block"
+    """Scale of the codes: "block" (one bfloat16 for each block, from its largest magnitude) or "fixed"
+    (`fixed_scale`, as in the paper)."""
+    block_numel: int = 256
+    """Elements that share one scale: a multiple of 64 from 64 to 1024."""
+    fixed_scale: float = 2.0**19
+    """s in (E1), codes per gradient unit; a power of two. Only used with scale="fixed"."""
+    error_decay: float = 0.75
+    """Weight of the OLD error in the moving average (E5), in [0, 1). 0 is classic error feedback.
+    Values where 1 - error_decay is a power of two give the same bits on every backend."""
+    error_scale: Scale = "block"
+    """Scale of the stored 8-bit error: "block" or "fixed" (`fixed_error_scale`)."""
+    fixed_error_scale: float = 2.0**21
+    """s_e in (E2), error codes per gradient unit, above 0. Only used with error_scale="fixed"."""
+    reset_interval: int = 512
+    """Optimizer steps between two resets of all error to zero (T_c of the paper); 0 means never."""
+    start_step: int = 0
+    """Optimizer steps at the start that are exchanged uncompressed."""
+    exempt: tuple[str, ...] = ()
+    """Glob patterns of parameter names (fnmatch, e.g. "*.embed.weight") to send uncompressed."""
+    exempt_1d: bool = True
+    """Whether parameters with one dimension (norms, biases) are sent uncompressed."""
+    min_numel: int = 4096
+    """Parameters with fewer elements than this are sent uncompressed."""
+    on_uncaptured: OnUncaptured = "error"
+    """What to do when an FSDP group's hooks ran outside the compiled graph, so that its gradients would
+    go out uncompressed: "error" or "warn"."""
+    inner: Inner = "inductor"
+    """What compiles the rewritten graphs: "inductor", or "aot_eager" to run them op by op."""
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_choices(self) -> None:
+        choices: dict[str, tuple[Any, ...]] = {
+            "method": get_args(Method),
+            "bits": (4, 8),
+            "scale": get_args(Scale),
+            "error_scale": get_args(Scale),
+            "on_uncaptured": get_args(OnUncaptured),
+            "inner": get_args(Inner),
+            "exempt_1d": (True, False),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if type(value) not in {type(a) for a in allowed} or value not in allowed:
+                one_of = ", ".join(repr(a) for a in allowed)
+                raise ValueError(f"LoCoConfig.{name} must be one of {one_of}, got {value!r}")
+
+    def _check_ranges(self) -> None:
+        def need(name: str, what: str, holds: bool) -> None:
+            if not holds:
+                raise ValueError(f"LoCoConfig.{name} must be {what}, got {getattr(self, name)!r}")
+
+        for name in ("block_numel", "reset_interval", "start_step", "min_numel"):
+            value = getattr(self, name)
+            need(name, "an integer", isinstance(value, int) and not isinstance(value, bool))
+        for name in ("fixed_scale", "fixed_error_scale", "error_decay"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            need(name, "a finite number", number and math.isfinite(value))
+        in_range = 64 <= self.block_numel <= 1024 and self.block_numel % BLOCK_MULTIPLE == 0
+        need("block_numel", f"a multiple of {BLOCK_MULTIPLE} from 64 to 1024", in_range)
+        need("error_decay", "in [0, 1)", 0 <= self.error_decay < 1)
+        is_power = self.fixed_scale > 0 and math.frexp(self.fixed_scale)[0] == 0.5
+        in_range = is_power and 2.0**-100 <= self.fixed_scale <= 2.0**100
+        need("fixed_scale", "a power of two from 2**-100 to 2**100", in_range)
+        in_range = 2.0**-100 <= self.fixed_error_scale <= 2.0**100
+        need("fixed_error_scale", "from 2**-100 to 2**100", in_range)
+        for name in ("reset_interval", "start_step", "min_numel"):
+            need(name, "0 or more", getattr(self, name) >= 0)
+        is_tuple = isinstance(self.exempt, tuple) and all(isinstance(p, str) for p in self.exempt)
+        need("exempt", 'a tuple of glob patterns such as ("*.embed.weight",)', is_tuple)
+
+    def _check_combinations(self) -> None:
+        if self.method == "none":
+            return
+        phantom = self.scale == "block" and self.error_scale == "fixed"
+        if phantom and self.error_decay >= _PHANTOM_DECAY:
+            raise ValueError(
+                f"LoCoConfig: scale='block' with error_scale='fixed' needs error_decay below "
+                f"{_PHANTOM_DECAY}, got {self.error_decay}: small error codes would never decay and "
+                "be sent again for ever. Use error_scale='block', or error_decay=0."
+            )
+
+    @classmethod
+    def recipe(cls, name: str = "default", **overrides: Any) -> LoCoConfig:
+        """Return a named config, with some fields changed.
+
+        "default" is this project's; "paper" is the paper's fine-tuning setting: fixed s = 2^19,
+        s_e = 4 s, the authors' decay 0.8, reset every 512 steps. A fixed scale fits one model and one
+        loss: see docs/equations.md before using it.
+        """
+        if name not in _RECIPES:
+            known = ", ".join(repr(k) for k in _RECIPES)
+            raise ValueError(f"LoCoConfig.recipe must be one of {known}, got {name!r}")
+        return cls.from_options({**_RECIPES[name], **overrides})
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> LoCoConfig:
+        """Build a config from `torch.compile(..., options={...})`; unknown names are errors."""
+        options = dict(options or {})
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(
+                    f"LoCoConfig has no field {name!r} (value {options[name]!r}).{hint} "
+                    f"Fields: {', '.join(known)}"
+                )
+        if isinstance(options.get("exempt"), list):
+            options["exempt"] = tuple(options["exempt"])
+        return cls(**options)
+
+    def arithmetic(self) -> Recipe:
+        """Return the numbers the kernels need for a compressed parameter."""
+        return Recipe(
+            bits=self.bits,
+            block_numel=self.block_numel,
+            fixed_scale=self.fixed_scale if self.scale == "fixed" else None,
+            error_decay=self.error_decay,
+            fixed_error_scale=self.fixed_error_scale if self.error_scale == "fixed" else None,
+        )
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that are equal for equal configs, in every process and version."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        changed = [f"{k}={v!r}" for k, v in dataclasses.asdict(self).items() if v != default[k]]
+        return f"LoCoConfig({', '.join(changed)})"
+
+
+_RECIPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "paper": {
+        "scale": "fixed",
+        "fixed_scale": 2.0**19,
+        "error_scale": "fixed",
+        "fixed_error_scale": 2.0**21,
+        "error_decay": 0.8,
+        "reset_interval": 512,
+    },
+}

@@ -1,0 +1,210 @@
+"""Prepare FSDP parameter groups for tracing: refuse what is not supported, decide, allocate."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from . import compat, guard
+from .config import LoCoConfig
+from .passes.markers import Tag
+from .passes.plan import Decline, Parameter, decide, layout_of
+from .state import (
+    GROUP_ATTRIBUTE,
+    PARAMETER_ATTRIBUTE,
+    GroupState,
+    ParameterState,
+    allocate_error,
+    count_optimizer_steps,
+    group_state,
+)
+from .unshard import Spec
+
+log = logging.getLogger(__name__)
+
+
+def prepare(state: FSDPState, config: LoCoConfig) -> str:
+    """Attach what a trace of `state` needs to it and to all groups of its root; return its name.
+
+    Idempotent: existing error buffers are kept as long as the config keeps their layout.
+
+    Raises: NotImplementedError that names the module, what it uses and the way out.
+    """
+    state._lazy_init()
+    for member in state._state_ctx.all_states:
+        for group in compat.param_groups(member):
+            if _is_stale(group, config):
+                _refuse_unsupported(member, group)
+                _attach(group, config)
+                guard.watch(group)
+        member._loco_states = tuple(group_state(g) for g in compat.param_groups(member))
+    root = next(s for s in state._state_ctx.all_states if s._is_root)
+    if not getattr(root, "_loco_counts_steps", False):
+        count_optimizer_steps(root)
+        root._loco_counts_steps = True
+    return _module_name(state)
+
+
+def settings(group: FSDPParamGroup) -> tuple[Any, ...]:
+    """Return the settings of a group that a user may change after the first step."""
+    return (
+        group.reduce_grads,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+        group.post_forward_mesh_info is None,
+    )
+
+
+def _is_stale(group: FSDPParamGroup, config: LoCoConfig) -> bool:
+    state = group_state(group)
+    if state is None or state.config != config or state.settings != settings(group):
+        return True
+    return any(p.fsdp_param.sharded_param.requires_grad != p.requires_grad for p in state.parameters)
+
+
+def _module_name(state: FSDPState) -> str:
+    names = [g._module_fqn for g in compat.param_groups(state)]
+    return names[0] or "" if names else ""
+
+
+def _refuse_unsupported(state: FSDPState, group: FSDPParamGroup) -> None:
+    """Raise for FSDP2 features that the captured graph would not reproduce."""
+    name = group._module_fqn or "the root module"
+    mesh = group.mesh_info
+    reasons = {
+        "CPUOffloadPolicy": any(p.offload_to_cpu for p in group.fsdp_params),
+        "fully_shard([a, b, ...]) over several modules": len(state._modules) > 1,
+        "a 2-D (HSDP) mesh": isinstance(mesh, HSDPMeshInfo),
+        "a replicate-only mesh": not isinstance(mesh, FSDPMeshInfo),
+        "parameters that are DTensors already (TP, EP)": any(p.is_dtensor for p in group.fsdp_params),
+        "a placement other than Shard(0)": any(p.fsdp_placement.dim for p in group.fsdp_params),
+        "fsdp_pre_all_gather tensor extensions": any(_has_extension(p) for p in group.fsdp_params),
+        "set_requires_gradient_sync(False)": not group.reduce_grads,
+        "an all-reduce hook": group._all_reduce_hook is not None,
+        "a custom all-gather": type(group._all_gather_comm).__name__ != "DefaultAllGather",
+        "a custom reduce-scatter": type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter",
+        "set_reduce_scatter_unused_params": getattr(group, "reduce_scatter_unused_params", False),
+    }
+    for feature, is_used in reasons.items():
+        if is_used:
+            raise NotImplementedError(
+                f"loco_compile cannot trace {name}: it uses {feature}. Remove it, or compile this "
+                "model with another backend."
+            )
+
+
+def _has_extension(fsdp_param: FSDPParam) -> bool:
+    return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def _attach(group: FSDPParamGroup, config: LoCoConfig) -> None:
+    old = group_state(group)
+    parameters = []
+    for index, fsdp_param in enumerate(group.fsdp_params):
+        before = old.parameters[index] if old is not None else None
+        parameters.append(_parameter_state(group, fsdp_param, index, config, before))
+    state = GroupState(
+        name=group._module_fqn or "",
+        fsdp_group=group,
+        config=config,
+        parameters=parameters,
+        settings=settings(group),
+    )
+    setattr(group, GROUP_ATTRIBUTE, state)
+
+
+def _parameter_state(
+    group: FSDPParamGroup,
+    fsdp_param: FSDPParam,
+    index: int,
+    config: LoCoConfig,
+    before: ParameterState | None,
+) -> ParameterState:
+    spec = _spec(group, fsdp_param, index)
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    requires_grad = fsdp_param.sharded_param.requires_grad
+    facts = Parameter(
+        name=name,
+        shape=spec.full_shape,
+        grad_dtype=getattr(torch, (spec.reduce_dtype or spec.param_dtype).removeprefix("torch.")),
+        num_ranks=spec.num_ranks,
+        requires_grad=requires_grad,
+    )
+    decline = decide(facts, config)
+    layout, recipe, error = None, None, []
+    if decline is None:
+        recipe = config.arithmetic()
+        chunk_numel = fsdp_param.padded_sharded_param_size.numel()
+        layout = layout_of(spec.num_ranks, chunk_numel, recipe)
+        error = _error(layout, recipe, group.device, before)
+    later = _dump(spec, decline)
+    num_steps = before.num_steps if before is not None else 0
+    waits = decline is None and num_steps < config.start_step
+    state = ParameterState(
+        name=name,
+        fsdp_param=fsdp_param,
+        fsdp_group=group,
+        config=config,
+        spec=_dump(spec, Decline.START) if waits else later,
+        later_spec=later,
+        decline=decline,
+        requires_grad=requires_grad,
+        layout=layout,
+        recipe=recipe,
+        error=error,
+        num_steps=num_steps,
+    )
+    setattr(fsdp_param.sharded_param, PARAMETER_ATTRIBUTE, state)
+    return state
+
+
+def _error(layout: Any, recipe: Any, device: torch.device, before: ParameterState | None) -> Any:
+    if before is not None and before.error:
+        if (before.layout, before.recipe) == (layout, recipe):
+            return before.error
+        log.warning("%s: the config changed the error's format, its error starts at zero", before.name)
+    return allocate_error(layout, recipe, device)
+
+
+def _dump(spec: Spec, decline: Decline | None) -> str:
+    tag = dataclasses.replace(spec.tag, plain=decline.value if decline else "")
+    return dataclasses.replace(spec, tag=tag).dump()
+
+
+def _spec(group: FSDPParamGroup, fsdp_param: FSDPParam, index: int) -> Spec:
+    mesh = group.mesh_info
+    if not isinstance(mesh, FSDPMeshInfo):
+        raise AssertionError(f"expected an FSDP mesh, got {mesh}")
+    gather_group = mesh.shard_process_group
+    reduce_group = getattr(mesh, "reduce_scatter_process_group", None) or gather_group
+    dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
+    return Spec(
+        full_shape=tuple(fsdp_param._orig_size),
+        padded_rows=fsdp_param.padded_sharded_param_size[0],
+        num_ranks=mesh.shard_mesh_size,
+        gather_group=gather_group.group_name,
+        reduce_group=reduce_group.group_name,
+        param_dtype=str(dtype),
+        reduce_dtype=str(group._reduce_dtype) if group._reduce_dtype else "",
+        divide_factor=group.gradient_divide_factor,
+        force_sum=group.force_sum_reduction_for_comms,
+        tag=Tag(
+            bucket="",
+            name=_relative_name(group, fsdp_param),
+            index=index,
+            regathers=group.post_forward_mesh_info is not None,
+        ),
+    )
+
+
+def _relative_name(group: FSDPParamGroup, fsdp_param: FSDPParam) -> str:
+    """Name within the group's module: equal for equal blocks, so that one graph serves them all."""
+    name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
+    return name.removeprefix(f"{group._module_fqn}.")

@@ -1,0 +1,141 @@
+"""Say what happens to every gradient: one row for each parameter, or why it is not compressed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from .backend import CompileRecord
+from .passes.plan import Decline
+from .state import GroupState, ParameterState, find_states, group_state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One FSDP group's compressed part, or one of its parts that stays uncompressed."""
+
+    name: str
+    """FSDP group, and the part of it in parentheses."""
+    parameters: tuple[str, ...]
+    """Fully qualified names."""
+    numel: int
+    """Elements of the full parameters."""
+    dtype: str
+    """Dtype in which the gradient is reduced."""
+    method: str
+    """"loco", or "none" for an uncompressed reduce-scatter."""
+    bytes_before: int
+    """Bytes that one rank sends in one step without compression: W - 1 chunks in `dtype`."""
+    bytes_on_wire: int
+    """Bytes that one rank sends in one step."""
+    error_bytes: int
+    """Bytes of error state on this rank."""
+    reason: str
+    """Why the part is not compressed; empty if it is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What `explain` found."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        columns = [f.name for f in dataclasses.fields(Row) if f.name != "parameters"]
+        table = [[c.replace("_", " ") for c in columns]]
+        table += [[_text(getattr(row, c)) for c in columns] for row in self.rows]
+        widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+        lines = ["  ".join(t.ljust(w) for t, w in zip(line, widths, strict=True)) for line in table]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], self._total()])
+
+    def _total(self) -> str:
+        before = sum(r.bytes_before for r in self.rows)
+        after = sum(r.bytes_on_wire for r in self.rows)
+        ratio = f" ({after / before:.3f} of it)" if before else ""
+        return f"sent by one rank in one step: {before:,} bytes before, {after:,} on the wire{ratio}"
+
+    def to_json(self) -> str:
+        """Return the rows as JSON."""
+        return json.dumps([dataclasses.asdict(r) for r in self.rows], indent=2)
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def explain(model: nn.Module) -> Report:
+    """Return what the compiled step does with every gradient of `model`, after its first step.
+
+    Raises: ValueError if the model has no FSDP2 module, or none of it has been compiled by us.
+    """
+    rows: list[Row] = []
+    groups = [group for _, group in find_states(model)]
+    if all(group_state(g) is None for g in groups):
+        raise ValueError(
+            "explain(model) needs a model that has run a step under the loco backend: call it after "
+            "the first backward of torch.compile(model, backend=loco_backend)"
+        )
+    for group in groups:
+        rows += _rows(group, group_state(group))
+    return Report(rows=tuple(rows))
+
+
+def _rows(group: FSDPParamGroup, state: GroupState | None) -> list[Row]:
+    """Join the parameters of a group that share a fate."""
+    if state is None:
+        return []
+    fates: dict[Decline | None, list[ParameterState]] = {}
+    decisions = _decisions(state.record)
+    for index, parameter in enumerate(state.parameters):
+        fates.setdefault(_fate(state, parameter, index, decisions), []).append(parameter)
+    return [_row(state, fate, members) for fate, members in fates.items()]
+
+
+def _decisions(record: CompileRecord | None) -> dict[str, dict[int, Decline | None]]:
+    """Return what the compiled graph does: bucket -> index of the parameter -> reason or None."""
+    found: dict[str, dict[int, Decline | None]] = {}
+    for exchange in record.exchanges if record is not None else []:
+        for choice in exchange.choices:
+            if choice.site.tag is not None:
+                found.setdefault(exchange.bucket.name, {})[choice.site.tag.index] = choice.decline
+    return found
+
+
+def _fate(
+    state: GroupState,
+    parameter: ParameterState,
+    index: int,
+    decisions: dict[str, dict[int, Decline | None]],
+) -> Decline | None:
+    if state.record is None:
+        return Decline.NOT_COMPILED
+    if parameter.decline in (Decline.FROZEN, Decline.ONE_RANK):
+        return parameter.decline
+    # A graph that serves many blocks carries the name of the first one.
+    own = decisions.get(state.name)
+    if own is None:
+        own = next(iter(decisions.values())) if len(decisions) == 1 else {}
+    return own.get(index, Decline.UNUSED)
+
+
+def _row(state: GroupState, fate: Decline | None, members: list[ParameterState]) -> Row:
+    layouts = [m.layout for m in members if fate is None and m.layout is not None]
+    before = sum(m.plain_bytes() for m in members)
+    sends_nothing = fate in (Decline.FROZEN, Decline.ONE_RANK, Decline.UNUSED)
+    peers = layouts[0].num_ranks - 1 if layouts else 0
+    compressed = sum(x.message_bytes for x in layouts) * peers
+    return Row(
+        name=f"{state.name or '(root)'}",
+        parameters=tuple(m.name for m in members),
+        numel=sum(m.numel() for m in members),
+        dtype=members[0].grad_dtype().removeprefix("torch."),
+        method=state.config.method if fate is None else "none",
+        bytes_before=0 if sends_nothing else before,
+        bytes_on_wire=compressed if fate is None else (0 if sends_nothing else before),
+        error_bytes=sum(m.error_bytes() for m in members),
+        reason=fate.value if fate else "",
+    )

@@ -1,0 +1,227 @@
+"""Life cycle of the error feedback state: allocation, optimizer steps, resets, and a view for users.
+
+The error of a parameter is a few tensors that belong to its FSDP parameter group, so that Dynamo
+lifts them to graph inputs: one compiled graph serves many blocks, each with its own error, and a
+recompile finds the same buffers. They are in no state_dict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from . import compat
+from .config import LoCoConfig
+from .kernels.layout import Layout
+from .kernels.recipe import Recipe
+from .kernels.reference import Error, decompress_error
+from .passes.plan import Decline
+from .unshard import Spec
+
+log = logging.getLogger(__name__)
+
+GROUP_ATTRIBUTE = "_loco_state"
+PARAMETER_ATTRIBUTE = "_loco_state"
+
+
+@dataclasses.dataclass(eq=False)
+class ParameterState:
+    """Everything kept for one FSDP parameter."""
+
+    name: str
+    """Fully qualified name."""
+    fsdp_param: Any
+    """FSDP2's own record; its `sharded_param` is read while tracing."""
+    fsdp_group: FSDPParamGroup
+    config: LoCoConfig
+    spec: str
+    """JSON of the Spec that the trace uses now."""
+    later_spec: str
+    """JSON of the Spec from `start_step` on; equal to `spec` when there is nothing to wait for."""
+    decline: Decline | None
+    """Why the parameter is sent uncompressed, None if it is compressed (from `start_step` on)."""
+    requires_grad: bool
+    """Whether the parameter was trainable when this was made."""
+    layout: Layout | None
+    """Wire layout; None for a parameter that is not compressed."""
+    recipe: Recipe | None
+    """Arithmetic; None for a parameter that is not compressed."""
+    error: list[Tensor]
+    """P planes (W, B, H) int8, then the block scales (W, B) bfloat16 if the recipe has them."""
+    num_steps: int = 0
+    """Optimizer steps taken with this parameter."""
+
+    def as_error(self) -> Error:
+        """Return the tensors as the kernels name them."""
+        if self.layout is None:
+            raise AssertionError(f"expected a compressed parameter, {self.name} is not")
+        num_planes = self.layout.codes_per_byte
+        scale = self.error[num_planes] if len(self.error) > num_planes else None
+        return Error(tuple(self.error[:num_planes]), scale)
+
+    def zero_error(self) -> None:
+        """Forget what was not sent."""
+        # Backward graphs have saved these buffers: a version bump would make autograd refuse them.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.error)):
+            for tensor in self.error:
+                tensor.zero_()
+
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return int(self.fsdp_param._orig_size.numel())
+
+    def grad_dtype(self) -> str:
+        """Name of the dtype in which the gradient is reduced."""
+        spec = Spec.load(self.spec)
+        return spec.reduce_dtype or spec.param_dtype
+
+    def plain_bytes(self) -> int:
+        """Bytes that an uncompressed exchange at ideal bytes sends: one chunk to each other rank."""
+        spec = Spec.load(self.spec)
+        itemsize = getattr(torch, self.grad_dtype().removeprefix("torch.")).itemsize
+        chunk_numel = self.fsdp_param.padded_sharded_param_size.numel()
+        return (spec.num_ranks - 1) * chunk_numel * int(itemsize)
+
+    def error_bytes(self) -> int:
+        """Bytes of error state on this rank."""
+        return sum(t.numel() * t.element_size() for t in self.error)
+
+
+@dataclasses.dataclass(eq=False)
+class GroupState:
+    """Everything kept for one FSDP parameter group, in the order of its parameters."""
+
+    name: str
+    """Fully qualified name of the group's module; empty for the root."""
+    fsdp_group: FSDPParamGroup
+    config: LoCoConfig
+    parameters: list[ParameterState]
+    settings: tuple[Any, ...]
+    """FSDP2's mutable settings that the specs were made from."""
+    record: Any = None
+    """CompileRecord of the compiled graph that last ran this group; None if none has."""
+    ran_eagerly: bool = False
+    """Whether FSDP2's own hooks have run the group, outside any compiled graph, with gradients."""
+
+
+def allocate_error(layout: Layout, recipe: Recipe, device: torch.device) -> list[Tensor]:
+    """Return zeroed error tensors, marked static: a recompile must not make their shapes symbolic."""
+    planes = [
+        torch.zeros(layout.plane_shape, dtype=torch.int8, device=device)
+        for _ in range(layout.codes_per_byte)
+    ]
+    if recipe.fixed_error_scale is None:
+        planes.append(torch.zeros(layout.scale_shape, dtype=torch.bfloat16, device=device))
+    for tensor in planes:
+        torch._dynamo.mark_static(tensor)
+    return planes
+
+
+def group_state(group: FSDPParamGroup) -> GroupState | None:
+    """Return what was attached to a group, None if it was never captured."""
+    return getattr(group, GROUP_ATTRIBUTE, None)
+
+
+def count_optimizer_steps(owner: FSDPState) -> None:
+    """Let every optimizer step advance the state of the parameters it holds.
+
+    Steps are counted for each parameter by the optimizer that owns it, so several optimizers, or one
+    for each parameter (optimizer-in-backward), still make one step of each. The global hook lives as
+    long as `owner`, the FSDP root.
+    """
+    # The hook must not keep a model alive, and Dynamo must not trace it: it is Python bookkeeping.
+    handle = register_optimizer_step_post_hook(torch._dynamo.disable(_after_optimizer_step))
+    weakref.finalize(owner, handle.remove)
+
+
+def _after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state: ParameterState | None = getattr(parameter, PARAMETER_ATTRIBUTE, None)
+            if state is not None and state.fsdp_param.sharded_param is parameter:
+                advance(state)
+
+
+def advance(state: ParameterState) -> None:
+    """Count one optimizer step of a parameter: reset its error or start compressing when due."""
+    state.num_steps += 1
+    if state.num_steps >= state.config.start_step:
+        state.spec = state.later_spec  # a guard on the old spec fails: Dynamo compiles again
+    if state.config.reset_interval and state.num_steps % state.config.reset_interval == 0:
+        state.zero_error()
+
+
+class ErrorState:
+    """What LoCo keeps for a model on this rank, by parameter name."""
+
+    def __init__(self, parameters: list[ParameterState]) -> None:
+        self._parameters = parameters
+
+    def __iter__(self) -> Iterator[ParameterState]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def names(self) -> list[str]:
+        """Return the names of the compressed parameters."""
+        return [p.name for p in self._parameters]
+
+    def reset(self) -> None:
+        """Set every error to zero. What was not sent yet is lost."""
+        for parameter in self._parameters:
+            parameter.zero_error()
+
+    def norms(self) -> dict[str, float]:
+        """Return the l2 norm of each parameter's error on this rank, in gradient units."""
+        return self._each(lambda planes, _: float(sum(p.double().square().sum() for p in planes)) ** 0.5)
+
+    def saturation(self) -> dict[str, int]:
+        """Return how many stored error codes of each parameter sit at the end of the int8 range."""
+        return self._each(lambda _, codes: int(sum(((c == -128) | (c == 127)).sum() for c in codes)))
+
+    def _each(self, measure: Callable[[list[Tensor], tuple[Tensor, ...]], Any]) -> dict[str, Any]:
+        values = {}
+        for parameter in self._parameters:
+            error = parameter.as_error()
+            if parameter.recipe is None:
+                raise AssertionError(f"expected a recipe for {parameter.name}")
+            values[parameter.name] = measure(decompress_error(error, parameter.recipe), error.planes)
+        return values
+
+
+def find_states(model: nn.Module) -> list[tuple[FSDPState, FSDPParamGroup]]:
+    """Return the FSDP states and groups in a model, in module order; compiled wrappers are entered."""
+    found: dict[FSDPParamGroup, FSDPState] = {}
+    for module in model.modules():
+        state = compat.fsdp_state(module)
+        if state is not None:
+            for group in compat.param_groups(state):
+                found.setdefault(group, state)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no FSDP2 module: call fully_shard(model) before torch.compile"
+        )
+    return [(state, group) for group, state in found.items()]
+
+
+def error_state(model: nn.Module) -> ErrorState:
+    """Return the error feedback state of a model that has run at least one compiled step.
+
+    Raises: ValueError if the model has no FSDP2 module.
+    """
+    parameters = []
+    for _, group in find_states(model):
+        state = group_state(group)
+        if state is not None:
+            parameters += [p for p in state.parameters if p.error]
+    return ErrorState(parameters)

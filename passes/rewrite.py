@@ -1,0 +1,158 @@
+"""Replace each planned reduce-scatter by compress -> all-to-all -> decompress-and-average.
+
+    grad -> reduce_scatter -> wait -> shard
+becomes, once for all compressed parameters of a bucket,
+    grads, errors -> compress -> all_to_all -> wait -> decompress_mean -> shards
+                              \\-> new errors, copied into the error inputs at the end of the graph
+and the parameters of the bucket that stay uncompressed share
+    grads -> concatenated rank chunks -> reduce_scatter -> wait -> shards
+
+The launch half stands where the bucket's last reduce-scatter stood, the finish half where its wait
+stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from loco_compile.kernels.reference import Error
+
+from .find import c10d, value
+from .message import Part, compress_all, unpack_mean
+from .plan import Choice, Exchange
+from .splice import splice
+
+
+def rewrite(gm: fx.GraphModule, *, exchanges: Sequence[Exchange]) -> fx.GraphModule:
+    """Splice every exchange into the graph. Returns the untouched graph if there is none.
+
+    Buckets of one site that stays uncompressed are left as they are.
+    """
+    latest: dict[fx.Node, fx.Node] = {}  # error input -> node that holds its newest value
+    edited = False
+    for exchange in exchanges:
+        if exchange.compressed:
+            _exchange_compressed(exchange, latest)
+            edited = True
+        if len(exchange.plain) > 1:
+            _exchange_plain(exchange.plain)
+            edited = True
+    if not edited:
+        return gm
+    _store_errors(gm.graph, latest)
+    stable_topological_sort(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _last(choices: Sequence[Choice]) -> Choice:
+    return max(choices, key=lambda c: c.site.scatter)
+
+
+def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> None:
+    choices = exchange.compressed
+    first = choices[0].site
+    parts = [Part(c.layout, _recipe(c), value(c.site.out).dtype) for c in choices]
+    num_errors = [len(c.site.errors) for c in choices]
+    grads = [c.site.grad for c in choices]
+    error_inputs = [e for c in choices for e in c.site.errors]
+    errors = [latest.get(e, e) for e in error_inputs]
+
+    def launch(*tensors: Tensor) -> tuple[Tensor, ...]:
+        old = _group_errors(tensors[len(parts) :], num_errors, parts)
+        message, new = compress_all(tensors[: len(parts)], old, parts)
+        splits = [message.shape[1]] * first.num_ranks
+        sent = c10d.all_to_all_single(message.reshape(-1), splits, splits, first.group_name)
+        return sent, *_flatten_errors(new)
+
+    def finish(sent: Tensor) -> tuple[Tensor, ...]:
+        received = c10d.wait_tensor(sent).reshape(first.num_ranks, -1)
+        divisor = float(first.num_ranks) if first.op == "avg" else 1.0
+        return tuple(unpack_mean(received, parts, divisor=divisor))
+
+    last = _last(choices).site
+    sent, *new_errors = splice(launch, [*grads, *errors], before=last.scatter)
+    shards = splice(finish, [sent], before=last.wait)
+    latest.update(zip(error_inputs, new_errors, strict=True))
+    for choice, shard in zip(choices, shards, strict=True):
+        _replace(choice.site.out, shard)
+    for choice in choices:
+        _erase(choice)
+
+
+def _exchange_plain(choices: Sequence[Choice]) -> None:
+    first = choices[0].site
+    sizes = [c.site.chunk_numel for c in choices]
+
+    def launch(*grads: Tensor) -> tuple[Tensor, ...]:
+        chunks = [g.reshape(first.num_ranks, -1) for g in grads]
+        flat = torch.cat(chunks, dim=1).reshape(-1)
+        out = c10d.reduce_scatter_tensor(flat, first.op, first.num_ranks, first.group_name)
+        return (out,)
+
+    def finish(scattered: Tensor) -> tuple[Tensor, ...]:
+        return tuple(c10d.wait_tensor(scattered).split(sizes))
+
+    last = _last(choices).site
+    (scattered,) = splice(launch, [c.site.grad for c in choices], before=last.scatter)
+    shards = splice(finish, [scattered], before=last.wait)
+    for choice, shard in zip(choices, shards, strict=True):
+        _replace(choice.site.shard, shard)
+    for choice in choices:
+        _erase(choice)
+
+
+def _recipe(choice: Choice) -> Any:
+    if choice.recipe is None:
+        raise AssertionError(f"expected a recipe for {choice.site.name}")
+    return choice.recipe
+
+
+def _group_errors(
+    flat: Sequence[Tensor], num_errors: Sequence[int], parts: Sequence[Part]
+) -> list[Error]:
+    """Undo `_flatten_errors`: P planes, then the scale if there is one, for each part."""
+    errors, start = [], 0
+    for count, part in zip(num_errors, parts, strict=True):
+        own = flat[start : start + count]
+        num_planes = part.layout.codes_per_byte
+        scale = own[num_planes] if count > num_planes else None
+        errors.append(Error(tuple(own[:num_planes]), scale))
+        start += count
+    return errors
+
+
+def _flatten_errors(errors: Sequence[Error]) -> list[Tensor]:
+    flat: list[Tensor] = []
+    for error in errors:
+        flat.extend(error.planes)
+        if error.scale is not None:
+            flat.append(error.scale)
+    return flat
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+
+
+def _erase(choice: Choice) -> None:
+    """Erase the old nodes, users first. Waits count as side effects: nothing else removes them."""
+    site = choice.site
+    for node in dict.fromkeys((site.cast, site.shard, site.wait, site.scatter)):
+        if node is not None and not node.users:
+            node.graph.erase_node(node)
+
+
+def _store_errors(graph: fx.Graph, latest: dict[fx.Node, fx.Node]) -> None:
+    """Copy the newest errors into their inputs: Inductor then writes them in place (I10)."""
+    copy: Callable[..., Any] = torch.ops.aten.copy_.default
+    with graph.inserting_before(graph.output_node()):
+        for error, new in latest.items():
+            stored = graph.call_function(copy, (error, new))
+            stored.meta["val"] = error.meta["val"]
