@@ -114,6 +114,26 @@ def _long_functions(tree: ast.Module, path: Path) -> list[str]:
     ]
 
 
+def _is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+    return any(text.startswith(("triton.jit", "triton.autotune")) for text in decorators)
+
+
+def _unannotated(tree: ast.Module, path: Path) -> list[str]:
+    """Return the functions that mypy's settings for kernels/ let through unchecked."""
+    wrong = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_triton_kernel(node):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        missing = [
+            a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")
+        ]
+        if missing or node.returns is None:
+            wrong.append(f"{path}:{node.lineno}: {node.name} needs annotations")
+    return wrong
+
+
 @pytest.mark.parametrize("path", SOURCE_FILES, ids=str)
 def test_dependencies_point_one_way(path):
     assert _back_edges(_parse(path), path) == []
@@ -133,6 +153,11 @@ def test_files_are_short(path):
 @pytest.mark.parametrize("path", SOURCE_FILES, ids=str)
 def test_functions_are_short(path):
     assert _long_functions(_parse(path), path) == []
+
+
+@pytest.mark.parametrize("path", _files("kernels"), ids=str)
+def test_all_but_triton_kernels_is_annotated(path):
+    assert _unannotated(_parse(path), path) == []
 
 
 def test_config_fields_have_docstrings():
@@ -206,3 +231,8 @@ def test_an_undocumented_field_is_seen():
 def test_a_long_function_is_seen():
     body = "\n    pass" * MAX_FUNCTION_LINES
     assert len(_long_functions(ast.parse(f"def f():{body}"), Path("passes/a.py"))) == 1
+
+
+def test_a_missing_annotation_is_seen():
+    source = "@triton.jit\ndef k(x): ...\ndef host(x) -> int: ...\ndef good(x: int) -> int: ..."
+    assert len(_unannotated(ast.parse(source), Path("kernels/a.py"))) == 1
