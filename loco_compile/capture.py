@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.comptime import comptime
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.eval_frame import OptimizeContext
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.utils import _apply_to_tensors
@@ -38,22 +38,22 @@ def install() -> None:
 
 
 def _wrap_top_frame_for_our_backend() -> None:
-    """Trace a compiled root module's hooks together with its forward, for our backend only.
+    """Trace a compiled module's hooks together with its forward, for our backend only.
 
-    `torch.compile(module)` runs the module's own hooks outside the traced frame unless Dynamo's
-    `wrap_top_frame` is set when the wrapper is made. That setting is process-wide, so it is set just
-    while a wrapper with our backend is made.
+    `torch.compile(module)` and `module.compile()` run the module's own hooks outside the traced frame
+    unless Dynamo's `wrap_top_frame` is set when the wrapper is made. That setting is process-wide, so
+    it is set just while a module is wrapped with our backend.
     """
-    initialize = OptimizedModule._initialize
+    wrap = OptimizeContext.__call__
 
-    @functools.wraps(initialize)
-    def _initialize(self: OptimizedModule) -> None:
-        callback = getattr(self.dynamo_ctx, "callback", None)
-        ours = compat.backend_of(callback) is not None
+    @functools.wraps(wrap)
+    def wrap_with_hooks(self: OptimizeContext, fn: Any) -> Any:
+        is_module = isinstance(fn, nn.Module) or getattr(fn, "__name__", "") == "_call_impl"
+        ours = is_module and compat.backend_of(self.callback) is not None
         with torch._dynamo.config.patch(wrap_top_frame=ours or torch._dynamo.config.wrap_top_frame):
-            initialize(self)
+            return wrap(self, fn)
 
-    OptimizedModule._initialize = _initialize  # type: ignore[method-assign]  # see the docstring
+    OptimizeContext.__call__ = wrap_with_hooks  # type: ignore[method-assign]  # see the docstring
 
 
 @torch.compiler.assume_constant_result
