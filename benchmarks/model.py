@@ -1,0 +1,109 @@
+"""A byte-level GPT in plain PyTorch, and how it is sharded: what a user's own script would hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+VOCABULARY = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Size of the model."""
+
+    dim: int = 256
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of blocks."""
+    heads: int = 4
+    """Attention heads; must divide dim."""
+    context: int = 128
+    """Bytes in one window."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} must be 1 or more, got {getattr(self, field.name)}")
+        if self.dim % self.heads:
+            raise ValueError(f"heads must divide dim={self.dim}, got {self.heads}")
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim)
+        self.proj = nn.Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, length, dim))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.dim)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(config.dim)
+        self.up = nn.Linear(config.dim, 4 * config.dim)
+        self.down = nn.Linear(4 * config.dim, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Byte-level GPT with an untied head. The forward returns the mean loss of the batch."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, config.dim)
+        self.positions = nn.Embedding(config.context, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        self._initialise(config.layers)
+
+    def _initialise(self, layers: int) -> None:
+        """GPT-2's: normal(0.02), and less where a block adds to the residual stream."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() > 1:
+                adds_to_residual = name.endswith(("proj.weight", "down.weight"))
+                std = 0.02 / (2 * layers) ** 0.5 if adds_to_residual else 0.02
+                nn.init.normal_(parameter, std=std)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(place)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def build_model(
+    config: ModelConfig, *, mesh: DeviceMesh, seed: int, policy: MixedPrecisionPolicy
+) -> GPT:
+    """Return a model with the seed's weights, sharded over the mesh: each block, then the rest."""
+    torch.manual_seed(seed)  # every rank makes the same full weights and keeps its shard of them
+    model = GPT(config)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
