@@ -1,7 +1,7 @@
 """Compress and decompress-and-average in plain torch: the spec that every kernel is compared with.
 
-Suffix letters: N elements of a chunk, W ranks, B blocks, K elements of a block, P planes of a block,
-H = K / P. On CPU these functions are also the product: spliced into the backward graph, Inductor
+Suffix letters: N elements of a chunk, W ranks, B blocks, K elements of a block, P planes of a
+block, H = K / P. On CPU these functions are also the product: spliced into the backward graph, Inductor
 turns `compress` into one loop for each tensor.
 """
 
@@ -18,7 +18,6 @@ from .recipe import SMALLEST_ABSMAX, Recipe
 
 _BF16_ROUND_UP = 0xFFFF
 _BF16_MASK = -0x10000  # the upper half of a float32: what is left is a bfloat16
-_INFINITY_BITS = 0x7F800000
 
 
 class Error(NamedTuple):
@@ -140,7 +139,7 @@ def compress(grad: Tensor, error: Error | None, *, layout: Layout, recipe: Recip
         compensated = [g + e for g, e in zip(compensated, old, strict=True)]
 
     absmax_WB = _block_absmax(compensated)
-    finite_WB = _float_bits(absmax_WB) < _INFINITY_BITS  # false for Inf and, as amax keeps it, NaN
+    finite_WB = absmax_WB < torch.inf  # false for Inf and, as amax keeps it, NaN
     absmax_WB = torch.where(finite_WB, absmax_WB, torch.zeros_like(absmax_WB))
     if recipe.fixed_scale is None:
         step_WB = _block_step(absmax_WB, recipe.code_min)
@@ -155,9 +154,7 @@ def compress(grad: Tensor, error: Error | None, *, layout: Layout, recipe: Recip
     finite_WB1 = finite_WB.unsqueeze(-1)
     compensated = [torch.where(finite_WB1, h, torch.zeros_like(h)) for h in compensated]
     inverse_WB1, step_WB1 = inverse_WB.unsqueeze(-1), step_WB.unsqueeze(-1)
-    quantised = [
-        _quantise(h * inverse_WB1, recipe.code_min, recipe.code_max) for h in compensated
-    ]
+    quantised = [_quantise(h * inverse_WB1, recipe.code_min, recipe.code_max) for h in compensated]
 
     codes = torch.zeros_like(quantised[0], dtype=torch.int32)
     for plane, q in enumerate(quantised):
@@ -169,9 +166,7 @@ def compress(grad: Tensor, error: Error | None, *, layout: Layout, recipe: Recip
     if recipe.error_decay:
         new, decay = 1.0 - recipe.error_decay, recipe.error_decay
         residuals = [decay * e + new * r for e, r in zip(old, residuals, strict=True)]
-    return Compressed(
-        codes.to(torch.uint8), scales_WB, _store_error(residuals, finite_WB, recipe)
-    )
+    return Compressed(codes.to(torch.uint8), scales_WB, _store_error(residuals, finite_WB, recipe))
 
 
 def decompress_mean(
