@@ -82,11 +82,6 @@ class Layout:
         """Bytes of codes and scales for one peer."""
         return self.code_bytes + self.scale_bytes
 
-    def error_bytes(self, *, has_block_scale: bool) -> int:
-        """Bytes of error state that one rank keeps for this tensor."""
-        planes = self.num_ranks * self.padded_numel
-        return planes + (self.num_ranks * self.scale_bytes if has_block_scale else 0)
-
 
 def section_bytes(layouts: Sequence[Layout]) -> list[int]:
     """Return the bytes of each section of one peer's message: all codes, then all scales."""

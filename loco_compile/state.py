@@ -56,7 +56,8 @@ class ParameterState:
     recipe: Recipe | None
     """Arithmetic; None for a parameter that is not compressed."""
     error: list[Tensor]
-    """P planes (W, B, H) int8, then the block scales (W, B) bfloat16 if the recipe has them."""
+    """P planes (W, B, H) int8, then the block scales (W, B, slots) bfloat16 if the recipe has them, each
+    scale once for every slot."""
     num_steps: int = 0
     """Optimizer steps taken with this parameter."""
 
@@ -65,7 +66,7 @@ class ParameterState:
         if self.layout is None:
             raise AssertionError(f"expected a compressed parameter, {self.name} is not")
         num_planes = self.layout.codes_per_byte
-        scale = self.error[num_planes] if len(self.error) > num_planes else None
+        scale = self.error[num_planes].select(-1, 0) if len(self.error) > num_planes else None
         return Error(tuple(self.error[:num_planes]), scale)
 
     def zero_error(self) -> None:
@@ -120,7 +121,12 @@ def allocate_error(layout: Layout, recipe: Recipe, device: torch.device) -> list
         for _ in range(layout.codes_per_byte)
     ]
     if recipe.fixed_error_scale is None:
-        planes.append(torch.zeros(layout.scale_shape, dtype=torch.bfloat16, device=device))
+        # The CPU keeps every scale twice. Inductor fuses the loops over a tensor's blocks only if none
+        # of them runs over the blocks alone: it would be vectorised along them. Tested on the
+        # generated code in tests/passes/test_generated_code.py.
+        slots = 2 if device.type == "cpu" else 1
+        shape = (*layout.scale_shape, slots)
+        planes.append(torch.zeros(shape, dtype=torch.bfloat16, device=device))
     for tensor in planes:
         torch._dynamo.mark_static(tensor)
     return planes

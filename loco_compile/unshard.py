@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import torch
@@ -124,11 +125,13 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         spec: Spec = ctx.spec
-        if spec.reduce_dtype:
-            grad = grad.to(_DTYPES[spec.reduce_dtype])
-        if missing := spec.padded_rows * spec.num_ranks - grad.shape[0]:
-            grad = F.pad(grad, [0, 0] * (grad.dim() - 1) + [0, missing])
+        # Flat first: Inductor then reads what autograd left with one linear index, casts on the fly.
         flat = grad.reshape(-1)
+        if spec.reduce_dtype:
+            flat = flat.to(_DTYPES[spec.reduce_dtype])
+        padded_numel = spec.padded_rows * spec.num_ranks * math.prod(spec.full_shape[1:])
+        if missing := padded_numel - flat.numel():
+            flat = F.pad(flat, [0, missing])
         reduction = spec.reduction(flat.dtype)
         flat = _divide(flat, reduction.divide_before)
         if reduction.multiply_before is not None:

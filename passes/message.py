@@ -27,14 +27,14 @@ def pack(parts: Sequence[Compressed]) -> Tensor:
     num_ranks = parts[0].codes.shape[0]
     codes = [p.codes.reshape(num_ranks, -1) for p in parts]
     scales = [_scale_bytes(p.scales) for p in parts]
-    return torch.cat(codes + scales, dim=1)
+    return torch.cat([*codes, *scales], dim=1)
 
 
 def _scale_bytes(scales: Tensor) -> Tensor:
     """(W, B) bfloat16 -> (W, 2 B) uint8, little endian."""
-    bits = scales.view(torch.int16).to(torch.int32)
-    low_high = torch.stack([bits & 0xFF, (bits >> 8) & 0xFF], dim=-1)
-    return low_high.to(torch.uint8).reshape(scales.shape[0], -1)
+    shifts = torch.arange(2, dtype=torch.int32, device=scales.device) * 8
+    bits = scales.view(torch.int16).to(torch.int32).unsqueeze(-1)
+    return ((bits >> shifts) & 0xFF).to(torch.uint8).reshape(scales.shape[0], -1)
 
 
 def _bytes_to_scale(raw: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> 
         message, new = compress_all(tensors[: len(parts)], old, parts)
         splits = [message.shape[1]] * first.num_ranks
         sent = c10d.all_to_all_single(message.reshape(-1), splits, splits, first.group_name)
-        return sent, *_flatten_errors(new)
+        return sent, *_flatten_errors(new, like=tensors[len(parts) :])
 
     def finish(sent: Tensor) -> tuple[Tensor, ...]:
         received = c10d.wait_tensor(sent).reshape(first.num_ranks, -1)
@@ -122,18 +122,19 @@ def _group_errors(
     for count, part in zip(num_errors, parts, strict=True):
         own = flat[start : start + count]
         num_planes = part.layout.codes_per_byte
-        scale = own[num_planes] if count > num_planes else None
+        scale = own[num_planes].select(-1, 0) if count > num_planes else None
         errors.append(Error(tuple(own[:num_planes]), scale))
         start += count
     return errors
 
 
-def _flatten_errors(errors: Sequence[Error]) -> list[Tensor]:
+def _flatten_errors(errors: Sequence[Error], *, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return new errors in the order and shapes of the buffers `like`."""
     flat: list[Tensor] = []
     for error in errors:
         flat.extend(error.planes)
         if error.scale is not None:
-            flat.append(error.scale)
+            flat.append(error.scale.unsqueeze(-1).expand(like[len(flat)].shape))
     return flat
 
 
