@@ -2,17 +2,17 @@
 
 A gradient of W * N elements goes out as W chunks of N, one for each rank. Every chunk is cut into B
 blocks of K elements (the last one may be short), a block into P planes of H = K / P elements, and
-the codes of one block share one scale. With 4-bit codes P = 2 and the planes are the block's halves:
+its codes share one scale. With 4-bit codes P = 2 and the planes are the block's halves:
 
     chunk of rank w   | block 0               | block 1               | ... | block B-1  .. |
     block             | plane 0: H elements   | plane 1: H elements   |
     code byte [b, h]  = code of element [b, 0, h]  +  16 * code of element [b, 1, h]
 
-    message to rank w | codes of tensor 0 | codes of tensor 1 | ... | scales of 0 | scales of 1 | ... |
+    message to rank w | codes of tensor 0 | codes of tensor 1 | ... | scales of 0 | ... | filling |
 
 The codes are offset binary (code + 2^(bits-1)), the scales bfloat16, little endian. One message for
-all tensors of a bucket, one all-to-all. H is a multiple of 16, so every block of codes starts on
-16 bytes. The error is int8 in P planes of its own, each (W, B, H) and contiguous: one loop over
+all tensors of a bucket, filled up to a multiple of 16 bytes, one all-to-all. H is a multiple of 16,
+so every block of codes starts on 16 bytes. The error is int8 in P planes of its own, each (W, B, H) and contiguous: one loop over
 (W, B, H) reads the gradient's planes and both error planes and writes one code byte, so nothing is
 interleaved and no lane crosses another. Elements past N in the last block read as zero: they never
 raise a block's scale.
@@ -23,6 +23,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+ALIGNMENT = 16
+"""Bytes that a message, and so every section of codes in it, is a multiple of."""
 SCALE_BYTES = 2
 """Bytes of one block scale on the wire (bfloat16)."""
 BLOCK_MULTIPLE = 64
@@ -77,12 +79,13 @@ class Layout:
         """Bytes of scales for one peer."""
         return self.num_blocks * SCALE_BYTES
 
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of codes and scales for one peer."""
-        return self.code_bytes + self.scale_bytes
-
 
 def section_bytes(layouts: Sequence[Layout]) -> list[int]:
-    """Return the bytes of each section of one peer's message: all codes, then all scales."""
-    return [x.code_bytes for x in layouts] + [x.scale_bytes for x in layouts]
+    """Return the bytes of each section of one peer's message: codes, then scales, then filling."""
+    sections = [x.code_bytes for x in layouts] + [x.scale_bytes for x in layouts]
+    return [*sections, -sum(sections) % ALIGNMENT]
+
+
+def message_bytes(layouts: Sequence[Layout]) -> int:
+    """Return M, the bytes of one peer's message."""
+    return sum(section_bytes(layouts))

@@ -1,8 +1,8 @@
 """Compress and decompress-and-average in plain torch: the spec that every kernel is compared with.
 
 Suffix letters: N elements of a chunk, W ranks, B blocks, K elements of a block, P planes of a
-block, H = K / P. On CPU these functions are also the product: spliced into the backward graph, Inductor
-turns `compress` into one loop for each tensor.
+block, H = K / P. On CPU these functions are also the product: spliced into the backward graph,
+Inductor turns `compress` into one loop for each tensor.
 """
 
 from __future__ import annotations

@@ -30,15 +30,13 @@ def check_plan(exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
             not shown up in time.
     """
     for group_name in sorted({e.bucket.group_name for e in exchanges}):
-        group = dist.distributed_c10d._resolve_process_group(group_name)
+        group = compat.resolve_group(group_name)
         if dist.get_backend(group) != "fake":
             own = [e for e in exchanges if e.bucket.group_name == group_name]
             _compare(group, own, config)
 
 
-def _compare(
-    group: dist.ProcessGroup, exchanges: Sequence[Exchange], config: LoCoConfig
-) -> None:
+def _compare(group: dist.ProcessGroup, exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
     store, rank, num_ranks = compat.group_store(group), group.rank(), group.size()
     plan = f"{config.fingerprint()}/{fingerprint(exchanges)}"
     if store.add(f"loco/compared/{rank}/{plan}", 1) > 1:
@@ -59,8 +57,9 @@ def _compare(
         ) from error
     if different := store.add(f"loco/{turn}/different", 0):
         raise PlanMismatchError(
-            f"{different} of {num_ranks} ranks planned another gradient exchange. Rank {rank}: {mine}; "
-            f"first rank to compile: {first}. Give every rank the same model and the same LoCoConfig."
+            f"{different} of {num_ranks} ranks planned another gradient exchange. Rank {rank}: "
+            f"{mine}; first rank to compile: {first}. Give every rank the same model and the same "
+            "LoCoConfig."
         )
 
 

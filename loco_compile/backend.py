@@ -97,7 +97,9 @@ class LoCoBackend:
         Raises: UncapturedError if the graph trains parameters but holds no FSDP group.
         """
         if mode not in (None, "default"):
-            raise ValueError(f"the loco backend has no mode {mode!r}: leave mode out of torch.compile")
+            raise ValueError(
+                f"the loco backend has no mode {mode!r}: leave mode out of torch.compile"
+            )
         config = self._with_options(options)
         owners = _find_owners(gm)
         if not owners and _trains_parameters(gm):
@@ -137,8 +139,9 @@ def _report_nothing_to_compress(config: LoCoConfig) -> None:
             "outside this graph: see TORCH_LOGS=graph_breaks"
         )
     report_uncaptured(
-        "the loco backend compiled a graph that trains parameters but holds no FSDP2 group, so there "
-        f"is nothing to compress. Fix: {fix}. LoCoConfig(on_uncaptured='warn') compiles it as it is.",
+        "the loco backend compiled a graph that trains parameters but holds no FSDP2 group, so "
+        f"there is nothing to compress. Fix: {fix}. LoCoConfig(on_uncaptured='warn') compiles it "
+        "as it is.",
         warns=config.on_uncaptured == "warn",
     )
 
@@ -161,9 +164,7 @@ def _run_and_record(
     return run
 
 
-def _apply_passes(
-    gm: fx.GraphModule, record: CompileRecord, *, is_backward: bool
-) -> list[int]:
+def _apply_passes(gm: fx.GraphModule, record: CompileRecord, *, is_backward: bool) -> list[int]:
     """Run the passes over a forward or backward graph; return the positions of its error inputs."""
     exchanges = run_passes(gm, record.config)
     if exchanges:
@@ -177,8 +178,8 @@ def _apply_passes(
 def _keep_versions(compiled: Any, errors: list[int]) -> Any:
     """Hide the in-place updates of the errors from autograd's version check.
 
-    Autograd saved the buffers for backward, and two forwards before one backward save them twice: the
-    first backward's update is meant to be seen by the second.
+    Autograd saved the buffers for backward, and two forwards before one backward save them twice:
+    the first backward's update is meant to be seen by the second.
     """
     if not errors:
         return compiled

@@ -40,9 +40,9 @@ def install() -> None:
 def _wrap_top_frame_for_our_backend() -> None:
     """Trace a compiled module's hooks together with its forward, for our backend only.
 
-    `torch.compile(module)` and `module.compile()` run the module's own hooks outside the traced frame
-    unless Dynamo's `wrap_top_frame` is set when the wrapper is made. That setting is process-wide, so
-    it is set just while a module is wrapped with our backend.
+    `torch.compile(module)` and `module.compile()` run the module's own hooks outside the traced
+    frame unless Dynamo's `wrap_top_frame` is set when the wrapper is made. That setting is
+    process-wide, so it is set just while a module is wrapped with our backend.
     """
     wrap = OptimizeContext.__call__
 
@@ -56,14 +56,14 @@ def _wrap_top_frame_for_our_backend() -> None:
     OptimizeContext.__call__ = wrap_with_hooks  # type: ignore[method-assign]  # see the docstring
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def _traces_for_us() -> bool:
     """Whether the running trace compiles for our backend. Evaluated while tracing."""
     trace = compat.current_trace()
     return trace is not None and compat.backend_of(trace.compiler) is not None
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
 def _current_bucket() -> str:
     """Name of the group that `_prepare` saw last. Evaluated while tracing.
 
@@ -77,7 +77,7 @@ def _current_bucket() -> str:
 
 
 def _prepare(ctx: Any) -> None:
-    """Do at trace time what FSDP2 does before its first forward, and allocate the graph's inputs."""
+    """Do at trace time what FSDP2 does before its first forward, and allocate graph inputs."""
     state = ctx.get_local("self")._i_will_not_complain_if_bc_breaks_VariableTracker().value
     trace = compat.current_trace()
     if trace is None:
@@ -101,7 +101,7 @@ def _traced_pre_forward(
     if self._mp_policy.cast_forward_inputs and self._mp_policy.param_dtype:
         cast = functools.partial(_cast_fp_tensor, self._mp_policy.param_dtype)
         args, kwargs = _apply_to_tensors(cast, args), _apply_to_tensors(cast, kwargs)
-    for state in self._loco_states:
+    for state in groups.states_of(self):
         group = state.fsdp_group
         # Read here so that Dynamo guards on them: the specs were made from these settings.
         if groups.settings(group) != state.settings:
@@ -116,7 +116,7 @@ def _traced_pre_forward(
 def _traced_post_forward(self: FSDPState, module: nn.Module, input: Any, output: Any) -> Any:
     if not _traces_for_us():
         return torch._dynamo.disable(EAGER_POST_FORWARD)(self, module, input, output)
-    for state in self._loco_states:
+    for state in groups.states_of(self):
         for parameter in state.parameters:
             _place(parameter.fsdp_param, parameter.fsdp_param.sharded_param)
     if self._mp_policy.output_dtype is not None:

@@ -19,6 +19,11 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     return [] if group is None else [group]
 
 
+def resolve_group(name: Any) -> dist.ProcessGroup:
+    """Return the process group that functional collectives know by this name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the store that a process group was made with. Private in every version so far."""
     return dist.distributed_c10d._world.pg_map[group][1]
@@ -29,7 +34,12 @@ def backend_of(callback: Any) -> Any:
 
     Dynamo wraps the user's backend in several callables, and names the link differently in each.
     """
-    links = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn", "__wrapped__")
+    links = (
+        "_torchdynamo_orig_backend",
+        "_torchdynamo_orig_callable",
+        "compiler_fn",
+        "__wrapped__",
+    )
     seen: set[int] = set()
     while callback is not None and id(callback) not in seen:
         seen.add(id(callback))

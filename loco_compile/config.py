@@ -34,8 +34,8 @@ class LoCoConfig:
     bits: int = 4
     """Width of one gradient code on the wire, in bits: 4 or 8."""
     scale: Scale = "block"
-    """Scale of the codes: "block" (one bfloat16 for each block, from its largest magnitude) or "fixed"
-    (`fixed_scale`, as in the paper)."""
+    """Scale of the codes: "block" (one bfloat16 for each block, from its largest magnitude) or
+    "fixed" (`fixed_scale`, as in the paper)."""
     block_numel: int = 256
     """Elements that share one scale: a multiple of 64 from 64 to 1024."""
     fixed_scale: float = 2.0**19
@@ -58,8 +58,8 @@ class LoCoConfig:
     min_numel: int = 4096
     """Parameters with fewer elements than this are sent uncompressed."""
     on_uncaptured: OnUncaptured = "error"
-    """What to do when an FSDP group's hooks ran outside the compiled graph, so that its gradients would
-    go out uncompressed: "error" or "warn"."""
+    """What to do when an FSDP group's hooks ran outside the compiled graph, so that its gradients
+    would go out uncompressed: "error" or "warn"."""
     inner: Inner = "inductor"
     """What compiles the rewritten graphs: "inductor", or "aot_eager" to run them op by op."""
 
@@ -115,9 +115,9 @@ class LoCoConfig:
         phantom = self.scale == "block" and self.error_scale == "fixed"
         if phantom and self.error_decay >= _PHANTOM_DECAY:
             raise ValueError(
-                f"LoCoConfig: scale='block' with error_scale='fixed' needs error_decay below "
-                f"{_PHANTOM_DECAY}, got {self.error_decay}: small error codes would never decay and "
-                "be sent again for ever. Use error_scale='block', or error_decay=0."
+                "LoCoConfig: scale='block' with error_scale='fixed' needs error_decay below "
+                f"{_PHANTOM_DECAY}, got {self.error_decay}: small error codes would never decay "
+                "and be sent again for ever. Use error_scale='block', or error_decay=0."
             )
 
     @classmethod
@@ -125,8 +125,8 @@ class LoCoConfig:
         """Return a named config, with some fields changed.
 
         "default" is this project's; "paper" is the paper's fine-tuning setting: fixed s = 2^19,
-        s_e = 4 s, the authors' decay 0.8, reset every 512 steps. A fixed scale fits one model and one
-        loss: see docs/equations.md before using it.
+        s_e = 4 s, the authors' decay 0.8, reset every 512 steps. A fixed scale fits one model and
+        one loss: see docs/equations.md before using it.
         """
         if name not in _RECIPES:
             known = ", ".join(repr(k) for k in _RECIPES)

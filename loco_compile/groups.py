@@ -7,7 +7,11 @@ import logging
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -28,28 +32,42 @@ from .state import (
 from .unshard import Spec
 
 log = logging.getLogger(__name__)
+_STATES = "_loco_states"  # on an FSDPState
+_COUNTS_STEPS = "_loco_counts_steps"  # on the root's FSDPState
 
 
 def prepare(state: FSDPState, config: LoCoConfig) -> str:
     """Attach what a trace of `state` needs to it and to all groups of its root; return its name.
 
-    Idempotent: existing error buffers are kept as long as the config keeps their layout.
+    Idempotent: existing error buffers are kept as long as the config keeps their layout. A group
+    that FSDP2's own hooks are running right now lies outside every compiled region, e.g. the
+    root's under regional compile: it gets no error buffers unless it is traced itself later.
 
     Raises: NotImplementedError that names the module, what it uses and the way out.
     """
     state._lazy_init()
     for member in state._state_ctx.all_states:
         for group in compat.param_groups(member):
-            if _is_stale(group, config):
-                _refuse_unsupported(member, group)
-                _attach(group, config)
+            compiles = member is state or member._training_state == TrainingState.IDLE
+            if _is_stale(group, config, compiles=compiles):
+                if compiles:
+                    _refuse_unsupported(member, group)
+                    _warn_of_differences(group)
+                _attach(group, config, compiles=compiles)
                 guard.watch(group)
-        member._loco_states = tuple(group_state(g) for g in compat.param_groups(member))
+        states = tuple(group_state(g) for g in compat.param_groups(member))
+        setattr(member, _STATES, states)
     root = next(s for s in state._state_ctx.all_states if s._is_root)
-    if not getattr(root, "_loco_counts_steps", False):
+    if not hasattr(root, _COUNTS_STEPS):
         count_optimizer_steps(root)
-        root._loco_counts_steps = True
+        setattr(root, _COUNTS_STEPS, True)
     return _module_name(state)
+
+
+def states_of(state: FSDPState) -> tuple[GroupState, ...]:
+    """Return what `prepare` attached to the groups of an FSDP state. Traced by Dynamo."""
+    states: tuple[GroupState, ...] = getattr(state, _STATES)
+    return states
 
 
 def settings(group: FSDPParamGroup) -> tuple[Any, ...]:
@@ -62,11 +80,15 @@ def settings(group: FSDPParamGroup) -> tuple[Any, ...]:
     )
 
 
-def _is_stale(group: FSDPParamGroup, config: LoCoConfig) -> bool:
+def _is_stale(group: FSDPParamGroup, config: LoCoConfig, *, compiles: bool) -> bool:
     state = group_state(group)
     if state is None or state.config != config or state.settings != settings(group):
         return True
-    return any(p.fsdp_param.sharded_param.requires_grad != p.requires_grad for p in state.parameters)
+    if compiles and not state.compiles:
+        return True
+    return any(
+        p.fsdp_param.sharded_param.requires_grad != p.requires_grad for p in state.parameters
+    )
 
 
 def _module_name(state: FSDPState) -> str:
@@ -83,13 +105,16 @@ def _refuse_unsupported(state: FSDPState, group: FSDPParamGroup) -> None:
         "fully_shard([a, b, ...]) over several modules": len(state._modules) > 1,
         "a 2-D (HSDP) mesh": isinstance(mesh, HSDPMeshInfo),
         "a replicate-only mesh": not isinstance(mesh, FSDPMeshInfo),
-        "parameters that are DTensors already (TP, EP)": any(p.is_dtensor for p in group.fsdp_params),
+        "parameters that are DTensors already (TP, EP)": any(
+            p.is_dtensor for p in group.fsdp_params
+        ),
         "a placement other than Shard(0)": any(p.fsdp_placement.dim for p in group.fsdp_params),
         "fsdp_pre_all_gather tensor extensions": any(_has_extension(p) for p in group.fsdp_params),
         "set_requires_gradient_sync(False)": not group.reduce_grads,
         "an all-reduce hook": group._all_reduce_hook is not None,
         "a custom all-gather": type(group._all_gather_comm).__name__ != "DefaultAllGather",
-        "a custom reduce-scatter": type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter",
+        "a custom reduce-scatter": type(group._reduce_scatter_comm).__name__
+        != "DefaultReduceScatter",
         "set_reduce_scatter_unused_params": getattr(group, "reduce_scatter_unused_params", False),
     }
     for feature, is_used in reasons.items():
@@ -100,22 +125,38 @@ def _refuse_unsupported(state: FSDPState, group: FSDPParamGroup) -> None:
             )
 
 
+def _warn_of_differences(group: FSDPParamGroup) -> None:
+    """Say where a captured group gives the same numbers as eager FSDP2 in another way."""
+    mesh, after_forward = group.mesh_info, group.post_forward_mesh_info
+    if after_forward is None or not isinstance(mesh, FSDPMeshInfo):
+        return
+    if after_forward.shard_mesh_size != mesh.shard_mesh_size:
+        log.warning(
+            "%s: reshard_after_forward=%d is traced as True: backward gathers over all %d ranks",
+            group._module_fqn or "(root)",
+            after_forward.shard_mesh_size,
+            mesh.shard_mesh_size,
+        )
+
+
 def _has_extension(fsdp_param: FSDPParam) -> bool:
     return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
-def _attach(group: FSDPParamGroup, config: LoCoConfig) -> None:
+def _attach(group: FSDPParamGroup, config: LoCoConfig, *, compiles: bool) -> None:
     old = group_state(group)
     parameters = []
     for index, fsdp_param in enumerate(group.fsdp_params):
         before = old.parameters[index] if old is not None else None
-        parameters.append(_parameter_state(group, fsdp_param, index, config, before))
+        reason = None if compiles else Decline.NOT_COMPILED
+        parameters.append(_parameter_state(group, fsdp_param, index, config, before, reason))
     state = GroupState(
         name=group._module_fqn or "",
         fsdp_group=group,
         config=config,
         parameters=parameters,
         settings=settings(group),
+        compiles=compiles,
     )
     setattr(group, GROUP_ATTRIBUTE, state)
 
@@ -126,6 +167,7 @@ def _parameter_state(
     index: int,
     config: LoCoConfig,
     before: ParameterState | None,
+    reason: Decline | None,
 ) -> ParameterState:
     spec = _spec(group, fsdp_param, index)
     name = fsdp_param._param_fqn or fsdp_param._module_info.param_name
@@ -137,7 +179,7 @@ def _parameter_state(
         num_ranks=spec.num_ranks,
         requires_grad=requires_grad,
     )
-    decline = decide(facts, config)
+    decline = reason or decide(facts, config)
     layout, recipe, error = None, None, []
     if decline is None:
         recipe = config.arithmetic()
@@ -169,7 +211,9 @@ def _error(layout: Any, recipe: Any, device: torch.device, before: ParameterStat
     if before is not None and before.error:
         if (before.layout, before.recipe) == (layout, recipe):
             return before.error
-        log.warning("%s: the config changed the error's format, its error starts at zero", before.name)
+        log.warning(
+            "%s: the config changed the error's format, its error starts at zero", before.name
+        )
     return allocate_error(layout, recipe, device)
 
 

@@ -1,7 +1,7 @@
 """Notice FSDP groups whose hooks ran eagerly inside a region that we compile.
 
-A graph break inside a group's forward sends its hooks back to eager: FSDP2 then reduces its gradients
-uncompressed, and training goes on as if nothing had happened. That must never be silent.
+A graph break inside a group's forward sends its hooks back to eager: FSDP2 then reduces its
+gradients uncompressed, and training goes on as if nothing had happened. That must never be silent.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from . import compat
 from .state import group_state
 
 log = logging.getLogger(__name__)
+_WATCHED = "_loco_watched"
 
 
 class UncapturedError(RuntimeError):
@@ -25,7 +26,7 @@ class UncapturedError(RuntimeError):
 
 def watch(group: FSDPParamGroup) -> None:
     """Check every eager pre-forward of a group; other groups and models are left alone."""
-    if getattr(group, "_loco_watched", False):
+    if getattr(group, _WATCHED, False):
         return
     eager_pre_forward = group.pre_forward
 
@@ -34,8 +35,8 @@ def watch(group: FSDPParamGroup) -> None:
             _note_eager_run(group)
         return eager_pre_forward(*args, **kwargs)
 
-    group.pre_forward = pre_forward
-    group._loco_watched = True
+    setattr(group, "pre_forward", pre_forward)  # noqa: B010  # on this group only
+    setattr(group, _WATCHED, True)
 
 
 def _note_eager_run(group: FSDPParamGroup) -> None:
@@ -81,4 +82,8 @@ def _inside_our_region() -> bool:
 
 def _last_graph_break() -> str:
     breaks = list(torch._dynamo.utils.counters["graph_break"])
-    return breaks[-1].strip().splitlines()[0] if breaks else "unknown (run with TORCH_LOGS=graph_breaks)"
+    return (
+        breaks[-1].strip().splitlines()[0]
+        if breaks
+        else "unknown (run with TORCH_LOGS=graph_breaks)"
+    )

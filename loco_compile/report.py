@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from .backend import CompileRecord
+from .kernels.layout import message_bytes
 from .passes.plan import Decline
 from .state import GroupState, ParameterState, find_states, group_state
 
@@ -56,7 +57,9 @@ class Report:
         before = sum(r.bytes_before for r in self.rows)
         after = sum(r.bytes_on_wire for r in self.rows)
         ratio = f" ({after / before:.3f} of it)" if before else ""
-        return f"sent by one rank in one step: {before:,} bytes before, {after:,} on the wire{ratio}"
+        return (
+            f"sent by one rank in one step: {before:,} bytes before, {after:,} on the wire{ratio}"
+        )
 
     def to_json(self) -> str:
         """Return the rows as JSON."""
@@ -76,8 +79,8 @@ def explain(model: nn.Module) -> Report:
     groups = [group for _, group in find_states(model)]
     if all(group_state(g) is None for g in groups):
         raise ValueError(
-            "explain(model) needs a model that has run a step under the loco backend: call it after "
-            "the first backward of torch.compile(model, backend=loco_backend)"
+            "explain(model) needs a model that has run a step under the loco backend: call it "
+            "after the first backward of torch.compile(model, backend=loco_backend)"
         )
     for group in groups:
         rows += _rows(group, group_state(group))
@@ -126,8 +129,7 @@ def _row(state: GroupState, fate: Decline | None, members: list[ParameterState])
     layouts = [m.layout for m in members if fate is None and m.layout is not None]
     before = sum(m.plain_bytes() for m in members)
     sends_nothing = fate in (Decline.FROZEN, Decline.ONE_RANK, Decline.UNUSED)
-    peers = layouts[0].num_ranks - 1 if layouts else 0
-    compressed = sum(x.message_bytes for x in layouts) * peers
+    compressed = message_bytes(layouts) * (layouts[0].num_ranks - 1) if layouts else 0
     return Row(
         name=f"{state.name or '(root)'}",
         parameters=tuple(m.name for m in members),

@@ -1,4 +1,4 @@
-"""Life cycle of the error feedback state: allocation, optimizer steps, resets, and a view for users.
+"""Life cycle of the error feedback state: allocation, optimizer steps, resets, a view of it.
 
 The error of a parameter is a few tensors that belong to its FSDP parameter group, so that Dynamo
 lifts them to graph inputs: one compiled graph serves many blocks, each with its own error, and a
@@ -56,8 +56,8 @@ class ParameterState:
     recipe: Recipe | None
     """Arithmetic; None for a parameter that is not compressed."""
     error: list[Tensor]
-    """P planes (W, B, H) int8, then the block scales (W, B, slots) bfloat16 if the recipe has them, each
-    scale once for every slot."""
+    """P planes (W, B, H) int8, then the block scales (W, B, slots) bfloat16 if the recipe has
+    them, each scale once for every slot."""
     num_steps: int = 0
     """Optimizer steps taken with this parameter."""
 
@@ -86,11 +86,11 @@ class ParameterState:
         return spec.reduce_dtype or spec.param_dtype
 
     def plain_bytes(self) -> int:
-        """Bytes that an uncompressed exchange at ideal bytes sends: one chunk to each other rank."""
+        """Bytes sent by an uncompressed exchange at ideal bytes: one chunk to each other rank."""
         spec = Spec.load(self.spec)
         itemsize = getattr(torch, self.grad_dtype().removeprefix("torch.")).itemsize
         chunk_numel = self.fsdp_param.padded_sharded_param_size.numel()
-        return (spec.num_ranks - 1) * chunk_numel * int(itemsize)
+        return int((spec.num_ranks - 1) * chunk_numel * itemsize)
 
     def error_bytes(self) -> int:
         """Bytes of error state on this rank."""
@@ -108,6 +108,8 @@ class GroupState:
     parameters: list[ParameterState]
     settings: tuple[Any, ...]
     """FSDP2's mutable settings that the specs were made from."""
+    compiles: bool
+    """False for a group that FSDP2's own hooks ran while another group was traced."""
     record: Any = None
     """CompileRecord of the compiled graph that last ran this group; None if none has."""
     ran_eagerly: bool = False
@@ -115,14 +117,14 @@ class GroupState:
 
 
 def allocate_error(layout: Layout, recipe: Recipe, device: torch.device) -> list[Tensor]:
-    """Return zeroed error tensors, marked static: a recompile must not make their shapes symbolic."""
+    """Return zeroed error tensors, static: no recompile may make their shapes symbolic."""
     planes = [
         torch.zeros(layout.plane_shape, dtype=torch.int8, device=device)
         for _ in range(layout.codes_per_byte)
     ]
     if recipe.fixed_error_scale is None:
-        # The CPU keeps every scale twice. Inductor fuses the loops over a tensor's blocks only if none
-        # of them runs over the blocks alone: it would be vectorised along them. Tested on the
+        # The CPU keeps every scale twice. Inductor fuses the loops over a tensor's blocks only if
+        # none of them runs over the blocks alone: it would be vectorised along them. Tested on the
         # generated code in tests/passes/test_generated_code.py.
         slots = 2 if device.type == "cpu" else 1
         shape = (*layout.scale_shape, slots)
@@ -140,9 +142,9 @@ def group_state(group: FSDPParamGroup) -> GroupState | None:
 def count_optimizer_steps(owner: FSDPState) -> None:
     """Let every optimizer step advance the state of the parameters it holds.
 
-    Steps are counted for each parameter by the optimizer that owns it, so several optimizers, or one
-    for each parameter (optimizer-in-backward), still make one step of each. The global hook lives as
-    long as `owner`, the FSDP root.
+    Steps are counted for each parameter by the optimizer that owns it, so several optimizers, or
+    one for each parameter (optimizer-in-backward), still make one step of each. The global hook
+    lives as long as `owner`, the FSDP root.
     """
     # The hook must not keep a model alive, and Dynamo must not trace it: it is Python bookkeeping.
     handle = register_optimizer_step_post_hook(torch._dynamo.disable(_after_optimizer_step))
@@ -189,11 +191,15 @@ class ErrorState:
 
     def norms(self) -> dict[str, float]:
         """Return the l2 norm of each parameter's error on this rank, in gradient units."""
-        return self._each(lambda planes, _: float(sum(p.double().square().sum() for p in planes)) ** 0.5)
+        return self._each(
+            lambda planes, _: float(sum(p.double().square().sum() for p in planes)) ** 0.5
+        )
 
     def saturation(self) -> dict[str, int]:
         """Return how many stored error codes of each parameter sit at the end of the int8 range."""
-        return self._each(lambda _, codes: int(sum(((c == -128) | (c == 127)).sum() for c in codes)))
+        return self._each(
+            lambda _, codes: int(sum(((c == -128) | (c == 127)).sum() for c in codes))
+        )
 
     def _each(self, measure: Callable[[list[Tensor], tuple[Tensor, ...]], Any]) -> dict[str, Any]:
         values = {}
@@ -201,12 +207,14 @@ class ErrorState:
             error = parameter.as_error()
             if parameter.recipe is None:
                 raise AssertionError(f"expected a recipe for {parameter.name}")
-            values[parameter.name] = measure(decompress_error(error, parameter.recipe), error.planes)
+            values[parameter.name] = measure(
+                decompress_error(error, parameter.recipe), error.planes
+            )
         return values
 
 
 def find_states(model: nn.Module) -> list[tuple[FSDPState, FSDPParamGroup]]:
-    """Return the FSDP states and groups in a model, in module order; compiled wrappers are entered."""
+    """Return the FSDP states and groups in a model, in module order."""
     found: dict[FSDPParamGroup, FSDPState] = {}
     for module in model.modules():
         state = compat.fsdp_state(module)
@@ -215,7 +223,8 @@ def find_states(model: nn.Module) -> list[tuple[FSDPState, FSDPParamGroup]]:
                 found.setdefault(group, state)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no FSDP2 module: call fully_shard(model) before torch.compile"
+            f"{type(model).__name__} has no FSDP2 module: call fully_shard(model) before "
+            "torch.compile"
         )
     return [(state, group) for group, state in found.items()]
 

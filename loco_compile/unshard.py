@@ -3,8 +3,9 @@
     shard -> cast -> pad -> all_gather -> wait -> full parameter
     gradient -> cast -> pad -> reduce_scatter -> wait -> cast -> the shard's gradient
 
-The same casts, paddings, divisions and collectives as eager FSDP2, in the same order, so that nothing
-but the grouping into one collective for each group (passes/bucket.py) is left to the passes.
+The same casts, paddings, divisions and collectives as eager FSDP2, in the same order, so that
+nothing but the grouping into one collective for each group (passes/bucket.py) is left to the
+passes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .passes.markers import Tag
+from .passes.markers import Tag, mark_full, mark_shard
 
 c10d = torch.ops._c10d_functional
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
@@ -105,10 +106,10 @@ def _divide(x: Tensor, divisor: float | None) -> Tensor:
 
 
 class _Unshard(torch.autograd.Function):
-    """Gathers a parameter; its backward reduces the gradient and names the error that belongs to it."""
+    """Gathers a parameter; its backward reduces the gradient and names its error."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, spec: Spec, *error: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, shard: Tensor, spec: Spec, *error: Tensor) -> Tensor:
         ctx.spec, ctx.shard_shape, ctx.shard_dtype = spec, shard.shape, shard.dtype
         ctx.save_for_backward(*error)
         row_shape = spec.full_shape[1:]
@@ -120,12 +121,14 @@ class _Unshard(torch.autograd.Function):
             flat = c10d.all_gather_into_tensor(flat, spec.num_ranks, spec.gather_group)
             flat = c10d.wait_tensor(flat)
         full = flat.reshape(spec.padded_rows * spec.num_ranks, *row_shape)[: spec.full_shape[0]]
-        return torch.ops.loco_compile.mark_full(full, spec.tag.dump())
+        marked: Tensor = mark_full(full, spec.tag.dump())
+        return marked
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         spec: Spec = ctx.spec
-        # Flat first: Inductor then reads what autograd left with one linear index, casts on the fly.
+        # Flat first: Inductor then reads what autograd left with one linear index, and casts it
+        # on the fly.
         flat = grad.reshape(-1)
         if spec.reduce_dtype:
             flat = flat.to(_DTYPES[spec.reduce_dtype])
@@ -137,12 +140,10 @@ class _Unshard(torch.autograd.Function):
         if reduction.multiply_before is not None:
             flat = flat * reduction.multiply_before
         if spec.num_ranks > 1 and flat.numel():
-            flat = c10d.reduce_scatter_tensor(
-                flat, reduction.op, spec.num_ranks, spec.reduce_group
-            )
+            flat = c10d.reduce_scatter_tensor(flat, reduction.op, spec.num_ranks, spec.reduce_group)
             flat = c10d.wait_tensor(flat)
             error = list(ctx.saved_tensors)
-            flat = torch.ops.loco_compile.mark_shard(flat, error, spec.tag.dump())
+            flat = mark_shard(flat, error, spec.tag.dump())
         elif spec.num_ranks == 1 and spec.divide_factor is not None:
             flat = flat / spec.divide_factor
         flat = _divide(flat, reduction.divide_after)
@@ -156,7 +157,8 @@ _library.define("unshard(Tensor shard, Tensor[] error, str spec, str bucket) -> 
 
 @torch.library.impl(_library, "unshard", "CompositeImplicitAutograd")
 def _unshard(shard: Tensor, error: list[Tensor], spec: str, bucket: str) -> Tensor:
-    """One node for Dynamo; AOTAutograd traces through it to the collectives, forward and backward."""
+    """Be one node for Dynamo; AOTAutograd traces through it to the collectives."""
     loaded = Spec.load(spec)
     tag = dataclasses.replace(loaded.tag, bucket=bucket)
-    return _Unshard.apply(shard, dataclasses.replace(loaded, tag=tag), *error)
+    full: Tensor = _Unshard.apply(shard, dataclasses.replace(loaded, tag=tag), *error)
+    return full

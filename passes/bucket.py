@@ -42,8 +42,8 @@ class Bucket:
 def bucket_sites(sites: Sequence[Site]) -> list[Bucket]:
     """Group sites by FSDP group, process group, reduction and dtype.
 
-    A site without a tag travels alone. A parameter that occurs twice (a module called twice) opens a
-    second bucket: its second exchange must see the error that the first one left.
+    A site without a tag travels alone. A parameter that occurs twice (a module called twice) opens
+    a second bucket: its second exchange must see the error that the first one left.
     """
     buckets: dict[tuple[str, str, str, torch.dtype, int], list[Site]] = {}
     seen: dict[tuple[str, str], int] = {}

@@ -1,7 +1,7 @@
 """Find the reduce-scatters and the all-gathers of a graph. Reads only.
 
-    grad -> reduce_scatter_tensor -> wait_tensor [-> mark_shard] [-> cast]     is a Site
-    shard -> all_gather_into_tensor -> wait_tensor -> view ... -> mark_full    is a Gather
+grad -> reduce_scatter_tensor -> wait_tensor [-> mark_shard] [-> cast]     is a Site
+shard -> all_gather_into_tensor -> wait_tensor -> view ... -> mark_full    is a Gather
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loco_compile.kernels.layout import Layout, section_bytes
+from loco_compile.kernels.layout import ALIGNMENT, Layout, section_bytes
 from loco_compile.kernels.recipe import Recipe
 from loco_compile.kernels.reference import Compressed, Error, compress, decompress_mean
 
@@ -27,7 +27,9 @@ def pack(parts: Sequence[Compressed]) -> Tensor:
     num_ranks = parts[0].codes.shape[0]
     codes = [p.codes.reshape(num_ranks, -1) for p in parts]
     scales = [_scale_bytes(p.scales) for p in parts]
-    return torch.cat([*codes, *scales], dim=1)
+    filling = -sum(x.shape[1] for x in (*codes, *scales)) % ALIGNMENT
+    tail = [codes[0].new_zeros(num_ranks, filling)] if filling else []
+    return torch.cat([*codes, *scales, *tail], dim=1)
 
 
 def _scale_bytes(scales: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from .find import find_full_markers
 from .markers import Tag
 
 AC_GRAPH_ID = 1 << 20
-"""Larger than any id that activation checkpointing hands out: the partitioner saves a node that feeds
-a checkpointed region with a larger id than its own."""
+"""Larger than any id that activation checkpointing hands out: the partitioner saves a node that
+feeds a checkpointed region with a larger id than its own."""
 
 
 def remat(graph: fx.Graph) -> fx.Graph:
@@ -37,7 +37,7 @@ def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
 
 
 def _gather_chain(marker: fx.Node) -> list[fx.Node]:
-    """The marker and the nodes that lead from the shard to it."""
+    """Return the marker and the nodes that lead from the shard to it."""
     chain, node = [], marker
     while node.op == "call_function":
         chain.append(node)
@@ -46,7 +46,7 @@ def _gather_chain(marker: fx.Node) -> list[fx.Node]:
 
 
 def _derived(marker: fx.Node) -> list[fx.Node]:
-    """Nodes computed from this full parameter and nothing else: views, casts, transposes.
+    """Return the nodes computed from this full parameter and nothing else: views, casts.
 
     Saving one of them instead would keep the full parameter alive all the same.
     """

@@ -1,9 +1,9 @@
-"""Replace each planned reduce-scatter by compress -> all-to-all -> decompress-and-average.
+r"""Replace each planned reduce-scatter by compress -> all-to-all -> decompress-and-average.
 
     grad -> reduce_scatter -> wait -> shard
 becomes, once for all compressed parameters of a bucket,
     grads, errors -> compress -> all_to_all -> wait -> decompress_mean -> shards
-                              \\-> new errors, copied into the error inputs at the end of the graph
+                              \-> new errors, copied into the error inputs at the end of the graph
 and the parameters of the bucket that stay uncompressed share
     grads -> concatenated rank chunks -> reduce_scatter -> wait -> shards
 

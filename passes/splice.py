@@ -11,9 +11,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
-def splice(
-    fn: Callable[..., Any], args: Sequence[fx.Node], *, before: fx.Node
-) -> list[fx.Node]:
+def splice(fn: Callable[..., Any], args: Sequence[fx.Node], *, before: fx.Node) -> list[fx.Node]:
     """Trace `fn` on the fake tensors of `args` and copy its nodes in front of `before`.
 
     `fn` takes one tensor for each node and returns a tuple of tensors; their nodes are returned.

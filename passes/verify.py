@@ -21,8 +21,12 @@ def verify(gm: fx.GraphModule, *, exchanges: Sequence[Exchange]) -> fx.GraphModu
     for exchange in exchanges:
         for choice in exchange.compressed:
             if choice.site.scatter in alive:
-                raise AssertionError(f"expected {choice.site.name} to be rewritten, it is still there")
-    waited = {n.args[0] for n in graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)}
+                raise AssertionError(
+                    f"expected {choice.site.name} to be rewritten, it is still there"
+                )
+    waited = {
+        n.args[0] for n in graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    }
     for node in graph.nodes:
         if _is_collective(node) and node not in waited:
             raise AssertionError(f"expected a wait for {node.name}, found none")
