@@ -12,10 +12,10 @@ its codes share one scale. With 4-bit codes P = 2 and the planes are the block's
 
 The codes are offset binary (code + 2^(bits-1)), the scales bfloat16, little endian. One message for
 all tensors of a bucket, filled up to a multiple of 16 bytes, one all-to-all. H is a multiple of 16,
-so every block of codes starts on 16 bytes. The error is int8 in P planes of its own, each (W, B, H) and contiguous: one loop over
-(W, B, H) reads the gradient's planes and both error planes and writes one code byte, so nothing is
-interleaved and no lane crosses another. Elements past N in the last block read as zero: they never
-raise a block's scale.
+so every block of codes starts on 16 bytes. The error is int8 in P planes of its own, each (W, B, H)
+and contiguous: one loop over (W, B, H) reads the gradient's planes and both error planes and writes
+one code byte, so nothing is interleaved and no lane crosses another. Elements past N in the last
+block read as zero: they never raise a block's scale.
 """
 
 from __future__ import annotations
