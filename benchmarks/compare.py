@@ -27,6 +27,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "tokens_per_s": run.tokens_per_step / percentiles["p50"] * 1e3 if percentiles else None,
         "first_step_s": run.step_seconds[0],
         "total_s": run.seconds,
+        "load_average": run.load,
         "wire_bytes": None if rows is None else sum(r["bytes_on_wire"] for r in rows),
         "uncompressed_bytes": None if rows is None else sum(r["bytes_before"] for r in rows),
         "error_bytes": None if rows is None else sum(r["error_bytes"] for r in rows),

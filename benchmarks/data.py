@@ -2,8 +2,9 @@
 
 Split by FILE, so that no held-out text stands in a training file, and by a hash of the file's path,
 so that every run on the same Python version gets the same split. Left out: installed packages,
-tests (many of them large tables of cases), `encodings` and `pydoc_data` (generated tables, near copies of
-one another: they would leak through any split) and `_sysconfigdata*` (written for one machine).
+tests (many of them large tables of cases), `encodings` and `pydoc_data` (generated tables, near
+copies of one another: they would leak through any split) and `_sysconfigdata*` (written for one
+machine).
 """
 
 from __future__ import annotations

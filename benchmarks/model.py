@@ -17,11 +17,11 @@ VOCABULARY = 256
 class ModelConfig:
     """Size of the model."""
 
-    dim: int = 256
+    dim: int = 320
     """Width of the residual stream."""
-    layers: int = 4
+    layers: int = 2
     """Number of blocks."""
-    heads: int = 4
+    heads: int = 5
     """Attention heads; must divide dim."""
     context: int = 128
     """Bytes in one window."""

@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from trainer import LAST_STEPS, WARM_UP_STEPS, Run
 
+# Facts as they are: no markup, no colours, and no line breaks inside a command to copy.
+PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+
 
 def make_document(facts: dict[str, Any], runs: list[Run]) -> dict[str, Any]:
     """Return everything about a launch, ready for JSON."""
@@ -78,8 +81,7 @@ def print_header(document: dict[str, Any], console: Console) -> None:
         f"machine: {machine['processor']}, {machine['cores']} cores, "
         f"{machine['threads_per_rank']} thread(s) per rank, {machine['system']}\n"
         f"versions: {versions}",
-        highlight=False,
-        markup=False,
+        **PLAIN,
     )
 
 
@@ -106,10 +108,10 @@ def print_results(document: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     for comparison in document["comparisons"]:
-        console.print(_sentence(comparison), highlight=False, markup=False)
+        console.print(_sentence(comparison), **PLAIN)
     for name, method in document["methods"].items():
         for line in _more(name, method["results"]):
-            console.print(line, highlight=False, markup=False)
+            console.print(line, **PLAIN)
 
 
 def _sentence(comparison: dict[str, Any]) -> str:
@@ -123,7 +125,8 @@ def _sentence(comparison: dict[str, Any]) -> str:
 
 def _more(name: str, results: dict[str, Any]) -> list[str]:
     lines = [
-        f"{name}: first step {results['first_step_s']:.1f} s, in all {results['total_s']:.1f} s"
+        f"{name}: first step {results['first_step_s']:.1f} s, in all {results['total_s']:.1f} s, "
+    times += f"load average at the end {results['load_average']:.1f}"
     ]
     if results["wire_ratio_to_bf16"] is not None:
         ratio = results["wire_ratio_to_bf16"]

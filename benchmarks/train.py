@@ -19,7 +19,7 @@ import torch.distributed as dist
 from data import load_corpus
 from machine import machine_facts, num_cores, version_facts
 from options import Options, parse
-from report import make_document, print_header, print_results, write_files
+from report import PLAIN, make_document, print_header, print_results, write_files
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.run import main as torchrun
@@ -70,7 +70,7 @@ def run_rank(options: Options, *, command: str) -> None:
         print_results(document, console)
         if options.json is not None and mesh.get_rank() == 0:
             picture = write_files(document, options.json)
-            console.print(f"written: {options.json}, {picture}", highlight=False)
+            console.print(f"written: {options.json}, {picture}", **PLAIN)
     finally:
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import statistics
 import time
 from typing import Any
@@ -43,6 +44,8 @@ class Run:
     num_ranks: int
     tokens_per_step: int
     seconds: float
+    load: float
+    """The machine's load average of the last minute, when the run ended."""
 
     @property
     def train_loss(self) -> float:
@@ -101,6 +104,7 @@ def run_method(setting: Setting, method: str, config: LoCoConfig | None) -> Run:
         num_ranks=setting.mesh.size(),
         tokens_per_step=setting.mesh.size() * train.batch * setting.model.context,
         seconds=time.perf_counter() - started,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan,
     )
 
 
