@@ -124,10 +124,9 @@ def _sentence(comparison: dict[str, Any]) -> str:
 
 
 def _more(name: str, results: dict[str, Any]) -> list[str]:
-    lines = [
-        f"{name}: first step {results['first_step_s']:.1f} s, in all {results['total_s']:.1f} s, "
-    times += f"load average at the end {results['load_average']:.1f}"
-    ]
+    times = f"first step {results['first_step_s']:.1f} s, in all {results['total_s']:.1f} s"
+    load = f"load average at the end {results['load_average']:.1f}"
+    lines = [f"{name}: {times}, {load}"]
     if results["wire_ratio_to_bf16"] is not None:
         ratio = results["wire_ratio_to_bf16"]
         lines.append(f"{name}: compressed parts send {ratio:.4f} of the bytes of a bf16 reduction")
