@@ -140,7 +140,7 @@ def decompress_mean_from(
     Keeps:   bit for bit what `reference.decompress_mean(...).to(dtype)` returns.
     Source:  docs/equations.md (E7), (E8).
     """
-    return _decompress_mean(
+    mean: Tensor = _decompress_mean(
         message,
         layout.chunk_numel if out_numel is None else out_numel,
         layout.block_numel,
@@ -150,3 +150,4 @@ def decompress_mean_from(
         code_offset,
         scale_offset,
     )
+    return mean
