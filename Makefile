@@ -15,7 +15,7 @@ PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pyte
 DEMO_STEPS ?= 300
 DEMO_RANKS ?= 2
 
-.PHONY: setup test lint typecheck test-kernels test-main demo format clean distclean
+.PHONY: setup test lint typecheck tests demo format clean distclean
 
 setup: $(STAMP)
 
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml
 # All parts run, whatever the first ones say.
 test: $(STAMP)
 	@failed=; \
-	for part in lint typecheck test-kernels test-main; do \
+	for part in lint typecheck tests; do \
 		$(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "make test: failed:$$failed" >&2; exit 1; fi
@@ -44,12 +44,8 @@ typecheck: $(STAMP)
 	@for file in loco_compile/*.py; do ln -s ../../../$$file $(TYPING)/; done
 	$(BIN)/mypy
 
-# Triton reads TRITON_INTERPRET when it is first imported, so its tests have their own process.
-test-kernels: $(STAMP)
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels $(PYTEST_ARGS)
-
-test-main: $(STAMP)
-	$(PYTEST) tests --ignore=tests/kernels $(PYTEST_ARGS)
+tests: $(STAMP)
+	$(PYTEST) tests $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	@mkdir -p build

@@ -7,6 +7,7 @@ shard -> all_gather_into_tensor -> wait_tensor -> view ... -> mark_full    is a 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from .markers import Tag
 
 c10d = torch.ops._c10d_functional
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+VIEWS = (
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -24,6 +30,9 @@ class Site:
 
     grad: fx.Node
     """Flat input (W * N,): what autograd left, cast and padded as the front end asked."""
+    source: fx.Node
+    """What autograd left: the gradient in its own dtype, before exact casts and padding. Its flat
+    order is that of `grad`, of which it may miss the padding at the end."""
     scatter: fx.Node
     """The `reduce_scatter_tensor` node."""
     wait: fx.Node
@@ -113,6 +122,7 @@ def _site(scatter: fx.Node, wait: fx.Node) -> Site:
     cast = users[0] if len(users) == 1 and users[0].target in CASTS else None
     return Site(
         grad=_node(grad),
+        source=_find_source(_node(grad)),
         scatter=scatter,
         wait=wait,
         shard=shard,
@@ -123,6 +133,31 @@ def _site(scatter: fx.Node, wait: fx.Node) -> Site:
         errors=errors,
         tag=tag,
     )
+
+
+def _find_source(node: fx.Node) -> fx.Node:
+    """Walk back over what leaves the flat order and every value of a gradient as they are."""
+    while node.op == "call_function":
+        is_view = node.target in VIEWS and value(_node(node.args[0])).is_contiguous()
+        is_wider = node.target in CASTS and _is_exact_cast(node)
+        if not (is_view or is_wider or _is_padding_at_end(node)):
+            break
+        node = _node(node.args[0])
+    return node
+
+
+def _is_exact_cast(node: fx.Node) -> bool:
+    before, after = value(_node(node.args[0])), value(node)
+    is_half = before.dtype in (torch.bfloat16, torch.float16)
+    return before.device == after.device and is_half and after.dtype == torch.float32
+
+
+def _is_padding_at_end(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten.constant_pad_nd.default:
+        return False
+    pad, fill = node.args[1], node.args[2] if len(node.args) > 2 else 0
+    is_flat = value(_node(node.args[0])).dim() == 1
+    return bool(is_flat and isinstance(pad, Sequence) and pad[0] == 0 and fill == 0)
 
 
 def find_gathers(graph: fx.Graph) -> list[Gather]:

@@ -1,14 +1,23 @@
-"""Pack the codes and scales of a bucket into one message, and read them back."""
+"""Turn the gradients of a bucket into one message, and the message that came in into shards.
+
+    gradients, error buffers -> compress_all -> message (W, M) uint8, new error buffers
+    message (W, M) uint8 -> unpack_mean -> averaged shards
+
+On CPU both are the plain torch of kernels/reference.py, for Inductor to fuse; elsewhere they are
+the Triton ops, which write straight into the message and over the old error.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from loco_compile.kernels.layout import ALIGNMENT, Layout, section_bytes
+from loco_compile import kernels
+from loco_compile.kernels.layout import ALIGNMENT, Layout, message_bytes, section_bytes
 from loco_compile.kernels.recipe import Recipe
 from loco_compile.kernels.reference import Compressed, Error, compress, decompress_mean
 
@@ -20,6 +29,82 @@ class Part(NamedTuple):
     recipe: Recipe
     dtype: torch.dtype
     """Dtype of the shard that arrives."""
+
+    @property
+    def num_buffers(self) -> int:
+        """Error buffers of the tensor: its planes, and the scales unless they are fixed."""
+        if not self.recipe.keeps_error:
+            return 0
+        return self.layout.codes_per_byte + (self.recipe.fixed_error_scale is None)
+
+
+def compress_all(
+    grads: Sequence[Tensor], buffers: Sequence[Tensor], parts: Sequence[Part]
+) -> tuple[Tensor, list[Tensor]]:
+    """Compress each gradient; return the message (W, M) and the new contents of `buffers`.
+
+    Shapes: grads: any shape with at most W * N elements; buffers: for each part its planes
+            (W, B, H) int8, then its scales (W, B, slots) bfloat16 if it has them.
+    """
+    own = _split_buffers(buffers, parts)
+    if grads[0].device.type != "cpu":
+        return _compress_with_triton(grads, own, parts), list(buffers)
+    done = [
+        compress(g, _as_error(b, slot=0), layout=p.layout, recipe=p.recipe)
+        for g, b, p in zip(grads, own, parts, strict=True)
+    ]
+    new = [t for d, b in zip(done, own, strict=True) for t in _as_buffers(d.error, like=b)]
+    return pack(done), new
+
+
+def _compress_with_triton(
+    grads: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]], parts: Sequence[Part]
+) -> Tensor:
+    layouts = [p.layout for p in parts]
+    message = grads[0].new_empty(layouts[0].num_ranks, message_bytes(layouts), dtype=torch.uint8)
+    for grad, own, part, (code_offset, scale_offset) in zip(
+        grads, buffers, parts, _offsets(layouts), strict=True
+    ):
+        kernels.compress_into(
+            message,
+            grad,
+            _as_error(own, slot=None),
+            layout=part.layout,
+            recipe=part.recipe,
+            code_offset=code_offset,
+            scale_offset=scale_offset,
+        )
+    return message
+
+
+def _offsets(layouts: Sequence[Layout]) -> list[tuple[int, int]]:
+    """Return where the codes and the scales of each tensor start in a row of the message."""
+    starts = list(itertools.accumulate(section_bytes(layouts), initial=0))
+    return [(starts[i], starts[len(layouts) + i]) for i in range(len(layouts))]
+
+
+def _split_buffers(buffers: Sequence[Tensor], parts: Sequence[Part]) -> list[Sequence[Tensor]]:
+    starts = list(itertools.accumulate((p.num_buffers for p in parts), initial=0))
+    return [buffers[a:b] for a, b in itertools.pairwise(starts)]
+
+
+def _as_error(buffers: Sequence[Tensor], *, slot: int | None) -> Error | None:
+    """Name one tensor's buffers. `slot`: the copy of each scale to read, None for all of them."""
+    if not buffers:
+        return None
+    planes = tuple(b for b in buffers if b.dtype == torch.int8)
+    scale = buffers[-1] if len(buffers) > len(planes) else None
+    if scale is not None and slot is not None:
+        scale = scale.select(-1, slot)
+    return Error(planes, scale)
+
+
+def _as_buffers(error: Error | None, *, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return a new error in the shapes of the buffers that it goes into."""
+    if error is None:
+        return []
+    scales = [] if error.scale is None else [error.scale.unsqueeze(-1).expand(like[-1].shape)]
+    return [*error.planes, *scales]
 
 
 def pack(parts: Sequence[Compressed]) -> Tensor:
@@ -48,8 +133,21 @@ def _bytes_to_scale(raw: Tensor) -> Tensor:
 
 def unpack_mean(received: Tensor, parts: Sequence[Part], *, divisor: float) -> list[Tensor]:
     """Return each tensor's averaged shard (N,) from the message (W, M) that came in."""
-    sizes = section_bytes([p.layout for p in parts])
-    sections = received.split(sizes, dim=1)
+    layouts = [p.layout for p in parts]
+    if received.device.type != "cpu":
+        return [
+            kernels.decompress_mean_from(
+                received,
+                layout=part.layout,
+                recipe=part.recipe,
+                code_offset=code_offset,
+                scale_offset=scale_offset,
+                divisor=divisor,
+                dtype=part.dtype,
+            )
+            for part, (code_offset, scale_offset) in zip(parts, _offsets(layouts), strict=True)
+        ]
+    sections = received.split(section_bytes(layouts), dim=1)
     shards = []
     for index, part in enumerate(parts):
         codes = sections[index].reshape(part.layout.plane_shape)
@@ -59,14 +157,3 @@ def unpack_mean(received: Tensor, parts: Sequence[Part], *, divisor: float) -> l
         )
         shards.append(shard.to(part.dtype))
     return shards
-
-
-def compress_all(
-    grads: Sequence[Tensor], errors: Sequence[Error], parts: Sequence[Part]
-) -> tuple[Tensor, list[Error]]:
-    """Compress each gradient; return the message (W, M) and the new errors."""
-    done = [
-        compress(grad, error, layout=part.layout, recipe=part.recipe)
-        for grad, error, part in zip(grads, errors, parts, strict=True)
-    ]
-    return pack(done), [d.error for d in done if d.error is not None]

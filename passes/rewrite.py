@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from loco_compile.kernels.reference import Error
-
 from .find import c10d, value
 from .message import Part, compress_all, unpack_mean
 from .plan import Choice, Exchange
@@ -59,17 +57,15 @@ def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> 
     choices = exchange.compressed
     first = choices[0].site
     parts = [Part(c.layout, _recipe(c), value(c.site.out).dtype) for c in choices]
-    num_errors = [len(c.site.errors) for c in choices]
-    grads = [c.site.grad for c in choices]
+    grads = [c.site.source for c in choices]
     error_inputs = [e for c in choices for e in c.site.errors]
     errors = [latest.get(e, e) for e in error_inputs]
 
     def launch(*tensors: Tensor) -> tuple[Tensor, ...]:
-        old = _group_errors(tensors[len(parts) :], num_errors, parts)
-        message, new = compress_all(tensors[: len(parts)], old, parts)
+        message, new = compress_all(tensors[: len(parts)], tensors[len(parts) :], parts)
         splits = [message.shape[1]] * first.num_ranks
         sent = c10d.all_to_all_single(message.reshape(-1), splits, splits, first.group_name)
-        return sent, *_flatten_errors(new, like=tensors[len(parts) :])
+        return sent, *new
 
     def finish(sent: Tensor) -> tuple[Tensor, ...]:
         received = c10d.wait_tensor(sent).reshape(first.num_ranks, -1)
@@ -81,7 +77,7 @@ def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> 
     shards = splice(finish, [sent], before=last.wait)
     latest.update(zip(error_inputs, new_errors, strict=True))
     for choice, shard in zip(choices, shards, strict=True):
-        _replace(choice.site.out, shard)
+        choice.site.out.replace_all_uses_with(shard)
     for choice in choices:
         _erase(choice)
 
@@ -103,7 +99,7 @@ def _exchange_plain(choices: Sequence[Choice]) -> None:
     (scattered,) = splice(launch, [c.site.grad for c in choices], before=last.scatter)
     shards = splice(finish, [scattered], before=last.wait)
     for choice, shard in zip(choices, shards, strict=True):
-        _replace(choice.site.shard, shard)
+        choice.site.shard.replace_all_uses_with(shard)
     for choice in choices:
         _erase(choice)
 
@@ -114,40 +110,17 @@ def _recipe(choice: Choice) -> Any:
     return choice.recipe
 
 
-def _group_errors(
-    flat: Sequence[Tensor], num_errors: Sequence[int], parts: Sequence[Part]
-) -> list[Error]:
-    """Undo `_flatten_errors`: P planes, then the scale if there is one, for each part."""
-    errors, start = [], 0
-    for count, part in zip(num_errors, parts, strict=True):
-        own = flat[start : start + count]
-        num_planes = part.layout.codes_per_byte
-        scale = own[num_planes].select(-1, 0) if count > num_planes else None
-        errors.append(Error(tuple(own[:num_planes]), scale))
-        start += count
-    return errors
-
-
-def _flatten_errors(errors: Sequence[Error], *, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return new errors in the order and shapes of the buffers `like`."""
-    flat: list[Tensor] = []
-    for error in errors:
-        flat.extend(error.planes)
-        if error.scale is not None:
-            flat.append(error.scale.unsqueeze(-1).expand(like[len(flat)].shape))
-    return flat
-
-
-def _replace(old: fx.Node, new: fx.Node) -> None:
-    old.replace_all_uses_with(new)
-
-
 def _erase(choice: Choice) -> None:
     """Erase the old nodes, users first. Waits count as side effects: nothing else removes them."""
     site = choice.site
     for node in dict.fromkeys((site.cast, site.shard, site.wait, site.scatter)):
         if node is not None and not node.users:
             node.graph.erase_node(node)
+    node = site.grad  # casts and padding between it and the source may have no use any more
+    while node is not site.source and not node.users:
+        before = node.all_input_nodes[0]
+        node.graph.erase_node(node)
+        node = before
 
 
 def _store_errors(graph: fx.Graph, latest: dict[fx.Node, fx.Node]) -> None:

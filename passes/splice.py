@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -23,7 +24,10 @@ def splice(fn: Callable[..., Any], args: Sequence[fx.Node], *, before: fx.Node) 
     if mode is None:
         raise AssertionError("expected fake tensors in meta['val'] of the spliced arguments")
     with mode:
-        body = make_fx(fn, decomposition_table=select_decomp_table())(*values)
+        # Without mutation: what a Triton op writes becomes a value, which Inductor's reinplacing
+        # puts back into the input that it is copied to at the end of the graph.
+        functional = dispatch_functionalize(fn)
+        body = make_fx(functional, decomposition_table=select_decomp_table())(*values)
     body.graph.eliminate_dead_code()
     copied: dict[fx.Node, fx.Node] = dict(
         zip(body.graph.find_nodes(op="placeholder"), args, strict=True)
