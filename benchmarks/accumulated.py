@@ -9,6 +9,8 @@ up beside the sent ones. Eager FSDP2 as the judge shares no code with what it ju
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,8 +45,8 @@ class Accumulated:
                     raise AssertionError(f"expected a gradient for {name}, got None")
                 total += local_shard(source.grad)
 
-    def relative_errors(self) -> dict[str, float]:
-        """Return ||sum sent - sum true|| / ||sum true|| over all ranks, by parameter name."""
+    def norms(self) -> dict[str, dict[str, float]]:
+        """Return ||sum sent - sum true|| and ||sum true|| over all ranks, by parameter name."""
         squares = torch.tensor(
             [
                 [float((sent - true).square().sum()), float(true.square().sum())]
@@ -53,8 +55,16 @@ class Accumulated:
             dtype=torch.float64,
         )
         dist.all_reduce(squares)
-        difference, true = squares.sqrt().unbind(1)
-        return dict(zip(self.sums, (difference / true).tolist(), strict=True))
+        pairs = squares.sqrt().tolist()
+        return {
+            name: {"difference": difference, "true": true}
+            for name, (difference, true) in zip(self.sums, pairs, strict=True)
+        }
+
+
+def relative_error(norms: list[dict[str, float]]) -> float:
+    """Return the relative error of several parameters taken as one vector."""
+    return math.hypot(*(n["difference"] for n in norms)) / math.hypot(*(n["true"] for n in norms))
 
 
 def local_shard(tensor: Tensor) -> Tensor:

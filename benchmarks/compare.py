@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from accumulated import relative_error
 from trainer import Run
 
 LARGEST_LOSS_GAP = 0.02
@@ -19,7 +20,7 @@ def summarise(run: Run) -> dict[str, Any]:
     rows = run.explain
     compressed = compressed_parameters(run)
     accumulated = run.accumulated or {}
-    checked = {name: accumulated[name] for name in compressed if name in accumulated}
+    checked = [accumulated[name] for name in compressed if name in accumulated]
     return {
         "train_loss": run.train_loss,
         "held_out_loss": run.held_out_loss,
@@ -32,7 +33,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "uncompressed_bytes": None if rows is None else sum(r["bytes_before"] for r in rows),
         "error_bytes": None if rows is None else sum(r["error_bytes"] for r in rows),
         "wire_ratio_to_bf16": wire_ratio_to_bf16(rows or []),
-        "largest_accumulated_error": max(checked.values(), default=None),
+        "accumulated_error": relative_error(checked) if checked else None,
+        "largest_accumulated_error": max((relative_error([c]) for c in checked), default=None),
     }
 
 

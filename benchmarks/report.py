@@ -24,6 +24,7 @@ def make_document(facts: dict[str, Any], runs: list[Run]) -> dict[str, Any]:
             "losses": run.losses,
             "step_seconds": run.step_seconds,
             "explain": run.explain,
+            "error_norms": run.error_norms,
             "accumulated": run.accumulated,
         }
         for run in runs
@@ -131,8 +132,11 @@ def _more(name: str, results: dict[str, Any]) -> list[str]:
         ratio = results["wire_ratio_to_bf16"]
         lines.append(f"{name}: compressed parts send {ratio:.4f} of the bytes of a bf16 reduction")
     if results["largest_accumulated_error"] is not None:
-        error = results["largest_accumulated_error"]
-        lines.append(f"{name}: sum of sent gradients within {error:.3%} of the true sum, at worst")
+        worst, pooled = results["largest_accumulated_error"], results["accumulated_error"]
+        lines.append(
+            f"{name}: sum of sent gradients differs from the true sum by {pooled:.3%} over all "
+            f"compressed parameters, by {worst:.3%} in the worst one"
+        )
     return lines
 
 

@@ -23,7 +23,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from loco_compile import LoCoBackend, LoCoConfig, explain
+from loco_compile import LoCoBackend, LoCoConfig, error_state, explain
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WARM_UP_STEPS = 10  # left out of the timing: compilation, then caches and the allocator settle
@@ -40,7 +40,9 @@ class Run:
     step_seconds: list[float]
     held_out_loss: float
     explain: list[dict[str, Any]] | None
-    accumulated: dict[str, float] | None
+    error_norms: dict[str, float] | None
+    """Norm of each parameter's error state at the end, mean over the ranks."""
+    accumulated: dict[str, dict[str, float]] | None
     num_ranks: int
     tokens_per_step: int
     seconds: float
@@ -100,11 +102,12 @@ def run_method(setting: Setting, method: str, config: LoCoConfig | None) -> Run:
         step_seconds=step_seconds,
         held_out_loss=held_out_loss(setting, model),
         explain=None if config is None else explain_rows(model),
-        accumulated=None if check is None else check.relative_errors(),
+        error_norms=None if config is None else mean_error_norms(model),
+        accumulated=None if check is None else check.norms(),
         num_ranks=setting.mesh.size(),
         tokens_per_step=setting.mesh.size() * train.batch * setting.model.context,
         seconds=time.perf_counter() - started,
-        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan,
+        load=os.getloadavg()[0],
     )
 
 
@@ -190,3 +193,11 @@ def explain_rows(model: nn.Module) -> list[dict[str, Any]]:
     """Return the package's own report about a model that has run a step."""
     rows: list[dict[str, Any]] = json.loads(explain(model).to_json())
     return rows
+
+
+def mean_error_norms(model: nn.Module) -> dict[str, float]:
+    """Return the norm of what each parameter's error state holds, in gradient units."""
+    norms = error_state(model).norms()
+    total = torch.tensor(list(norms.values()), dtype=torch.float64)
+    dist.all_reduce(total)
+    return dict(zip(norms, (total / dist.get_world_size()).tolist(), strict=True))

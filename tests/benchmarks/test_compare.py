@@ -26,6 +26,7 @@ def make_run(method="none", *, held_out=2.0, seconds=0.1, steps=100, rows=None, 
         step_seconds=[50.0] + [9.0] * (WARM_UP_STEPS - 1) + [seconds] * (steps - WARM_UP_STEPS),
         held_out_loss=held_out,
         explain=rows,
+        error_norms=None,
         accumulated=accumulated,
         num_ranks=2,
         tokens_per_step=1000,
@@ -61,10 +62,16 @@ def test_ratio_to_bf16_counts_compressed_parts_only_and_scales_by_dtype():
     assert wire_ratio_to_bf16([exempt]) is None
 
 
-def test_accumulated_error_is_the_worst_of_the_compressed_parameters():
+def test_accumulated_error_is_of_the_compressed_parameters():
     rows = [row(parameters=("w", "v")), row(method="none", parameters=("b",))]
-    run = make_run("loco", rows=rows, accumulated={"w": 0.001, "v": 0.003, "b": 0.5})
-    assert summarise(run)["largest_accumulated_error"] == 0.003
+    norms = {
+        "w": {"difference": 3.0, "true": 300.0},
+        "v": {"difference": 4.0, "true": 200.0},
+        "b": {"difference": 5.0, "true": 10.0},
+    }
+    results = summarise(make_run("loco", rows=rows, accumulated=norms))
+    assert results["largest_accumulated_error"] == pytest.approx(0.02)
+    assert results["accumulated_error"] == pytest.approx(5 / math.hypot(300, 200))
 
 
 def test_a_run_with_a_twin_beside_it_is_not_timed():
