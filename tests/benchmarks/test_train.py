@@ -64,9 +64,10 @@ def test_eager_none_and_loco_give_a_complete_result(tmp_path):
     assert loco["losses"][-1] != none["losses"][-1]
     assert loco["losses"][-1] < loco["losses"][0]
 
-    # (E5) telescopes: the sent sum lacks the mean over ranks of the error left, over 1 - error_decay,
-    # and the roundings of the stored error. One rounding is at most half a step in 256 elements of a
-    # block: 16 * absmax / 254 <= 0.063 of the error's norm; 14 of them less than once the norm.
+    # (E5) telescopes: the sent sum lacks the mean over ranks of the error left, over
+    # 1 - error_decay, and the roundings of the stored error. One rounding is at most half a step
+    # in each of a block's 256 elements: 16 * absmax / 254 <= 0.063 of the error's norm; 14 of
+    # them are less than once the norm.
     for name, error_norm in loco["error_norms"].items():
         assert loco["accumulated"][name]["difference"] <= 2 * error_norm / (1 - 0.75)
     exempt = set(loco["accumulated"]) - set(loco["error_norms"])
