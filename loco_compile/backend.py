@@ -25,6 +25,7 @@ from .passes.markers import Tag
 from .passes.pipeline import run as run_passes
 from .passes.plan import Exchange
 from .passes.remat import remat
+from .passes.reshard import reshard
 from .state import PARAMETER_ATTRIBUTE, group_state
 from .unshard import Spec
 
@@ -40,14 +41,14 @@ class CompileRecord:
     has_backward: bool = False
 
 
-class _RematPass(CustomGraphPass):
-    """`remat` in the form that Inductor's config takes."""
+class _JointPasses(CustomGraphPass):
+    """The passes over the joint graph in the form that Inductor's config takes."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        remat(graph)
+        remat(reshard(graph))
 
     def uuid(self) -> Any:
-        return hashlib.sha256(b"loco_compile.remat.1").hexdigest()
+        return hashlib.sha256(b"loco_compile.joint.1").hexdigest()
 
 
 class LoCoBackend:
@@ -207,7 +208,7 @@ def _compile_with_inductor(
             gm,
             example_inputs,
             inner_compile=inner_compile,
-            config_patches={"joint_custom_post_pass": _RematPass()},
+            config_patches={"joint_custom_post_pass": _JointPasses()},
         )
 
 
@@ -219,7 +220,7 @@ def _compile_with_aot_eager(
         return _keep_versions(make_boxed_func(gm), errors)
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        remat(joint.graph)
+        _JointPasses()(joint.graph)
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     with torch._functorch.config.patch(enable_autograd_cache=False):

@@ -52,7 +52,6 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
             if _is_stale(group, config, compiles=compiles):
                 if compiles:
                     _refuse_unsupported(member, group)
-                    _warn_of_differences(group)
                 _attach(group, config, compiles=compiles)
                 guard.watch(group)
         states = tuple(group_state(g) for g in compat.param_groups(member))
@@ -76,7 +75,7 @@ def settings(group: FSDPParamGroup) -> tuple[Any, ...]:
         group.reduce_grads,
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
-        group.post_forward_mesh_info is None,
+        getattr(group.post_forward_mesh_info, "shard_mesh_size", 0),
     )
 
 
@@ -123,20 +122,6 @@ def _refuse_unsupported(state: FSDPState, group: FSDPParamGroup) -> None:
                 f"loco_compile cannot trace {name}: it uses {feature}. Remove it, or compile this "
                 "model with another backend."
             )
-
-
-def _warn_of_differences(group: FSDPParamGroup) -> None:
-    """Say where a captured group gives the same numbers as eager FSDP2 in another way."""
-    mesh, after_forward = group.mesh_info, group.post_forward_mesh_info
-    if after_forward is None or not isinstance(mesh, FSDPMeshInfo):
-        return
-    if after_forward.shard_mesh_size != mesh.shard_mesh_size:
-        log.warning(
-            "%s: reshard_after_forward=%d is traced as True: backward gathers over all %d ranks",
-            group._module_fqn or "(root)",
-            after_forward.shard_mesh_size,
-            mesh.shard_mesh_size,
-        )
 
 
 def _has_extension(fsdp_param: FSDPParam) -> bool:
@@ -244,8 +229,21 @@ def _spec(group: FSDPParamGroup, fsdp_param: FSDPParam, index: int) -> Spec:
             name=_relative_name(group, fsdp_param),
             index=index,
             regathers=group.post_forward_mesh_info is not None,
+            **_smaller_mesh(group, mesh),
         ),
     )
+
+
+def _smaller_mesh(group: FSDPParamGroup, mesh: FSDPMeshInfo) -> dict[str, Any]:
+    """Return the tag's fields for `reshard_after_forward=k`."""
+    smaller = group.post_forward_mesh_info
+    if smaller is None or smaller.shard_mesh_size == mesh.shard_mesh_size:
+        return {}
+    return {
+        "smaller_ranks": smaller.shard_mesh_size,
+        "smaller_rank": smaller.shard_mesh_rank,
+        "smaller_group": smaller.shard_process_group.group_name,
+    }
 
 
 def _relative_name(group: FSDPParamGroup, fsdp_param: FSDPParam) -> str:

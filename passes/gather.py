@@ -19,8 +19,9 @@ from .splice import splice
 
 
 def gather(gm: fx.GraphModule) -> fx.GraphModule:
-    """Merge the marked all-gathers of each group and remove the markers."""
+    """Merge the marked all-gathers of each group; remove the markers and gathers nobody uses."""
     graph = gm.graph
+    _erase_unused(graph)
     buckets = [b for b in bucket_gathers(find_gathers(graph)) if len(b) > 1]
     markers = find_full_markers(graph)
     if not markers:
@@ -34,6 +35,20 @@ def gather(gm: fx.GraphModule) -> fx.GraphModule:
     graph.lint()
     gm.recompile()
     return gm
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    """Erase all-gathers without users: their waits count as side effects, so nothing else does.
+
+    The partitioner leaves them in forward where only backward uses the full parameter.
+    """
+    waits = graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    for wait in waits:
+        gathered = wait.all_input_nodes[0]
+        is_gather = gathered.target is c10d.all_gather_into_tensor.default
+        if is_gather and not wait.users and len(gathered.users) == 1:
+            graph.erase_node(wait)
+            graph.erase_node(gathered)
 
 
 def _merge(bucket: Sequence[Gather]) -> None:

@@ -29,6 +29,12 @@ class Tag:
     """Place of the parameter in its group: fixes the layout of merged collectives."""
     regathers: bool = False
     """Whether the full parameter is freed after forward and gathered again for backward."""
+    smaller_ranks: int = 0
+    """Ranks of the mesh that the parameter returns to after forward; 0 if that is the whole one."""
+    smaller_rank: int = 0
+    """This rank's place in that mesh."""
+    smaller_group: str = ""
+    """Its process group."""
     plain: str = ""
     """Why the gradient goes out uncompressed; empty if it is compressed."""
 

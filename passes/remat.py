@@ -21,31 +21,38 @@ feeds a checkpointed region with a larger id than its own."""
 
 
 def remat(graph: fx.Graph) -> fx.Graph:
-    """Tag the gathers of a joint graph for the partitioner. Edits metadata only."""
+    """Tag the gathers of a joint graph for the partitioner. Edits metadata only.
+
+    A parameter with a smaller mesh to return to is not needed by backward at all: see `reshard`.
+    """
     for marker in find_full_markers(graph):
-        if Tag.load(str(marker.args[1])).regathers:
-            for node in (*_gather_chain(marker), *_derived(marker)):
-                _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+        tag = Tag.load(str(marker.args[1]))
+        if tag.smaller_ranks:
+            continue
+        if tag.regathers:
+            for node in (*_gather_chain(marker), *derived_nodes(marker)):
+                tag_node(node, CheckpointPolicy.MUST_RECOMPUTE)
         else:
-            _tag(marker, CheckpointPolicy.MUST_SAVE)
+            tag_node(marker, CheckpointPolicy.MUST_SAVE)
     return graph
 
 
-def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
+def tag_node(node: fx.Node, policy: CheckpointPolicy) -> None:
+    """Tell the partitioner what to do with a node."""
     node.meta["recompute"] = policy
     node.meta["ac_graph_id"] = AC_GRAPH_ID
 
 
 def _gather_chain(marker: fx.Node) -> list[fx.Node]:
-    """Return the marker and the nodes that lead from the shard to it."""
+    """Return the marker and the nodes that lead to it from the shard, or from a saved node."""
     chain, node = [], marker
-    while node.op == "call_function":
+    while node.op == "call_function" and "recompute" not in node.meta:
         chain.append(node)
         node = node.all_input_nodes[0]
     return chain
 
 
-def _derived(marker: fx.Node) -> list[fx.Node]:
+def derived_nodes(marker: fx.Node) -> list[fx.Node]:
     """Return the nodes computed from this full parameter and nothing else: views, casts.
 
     Saving one of them instead would keep the full parameter alive all the same.
