@@ -21,13 +21,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from . import agree, capture
 from .config import LoCoConfig
 from .guard import report_uncaptured
-from .passes.markers import Tag
 from .passes.pipeline import run as run_passes
-from .passes.plan import Exchange
+from .passes.plan import Decline, Exchange
 from .passes.remat import remat
 from .passes.reshard import reshard
 from .state import PARAMETER_ATTRIBUTE, group_state
-from .unshard import Spec
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +35,17 @@ class CompileRecord:
     """What became of one Dynamo graph: filled in as its forward and backward are compiled."""
 
     config: LoCoConfig
-    exchanges: list[Exchange] = dataclasses.field(default_factory=list)
+    decisions: dict[str, dict[int, Decline | None]] = dataclasses.field(default_factory=dict)
+    """FSDP group -> place of the parameter in it -> why it is not compressed, None if it is."""
     has_backward: bool = False
+
+    def note(self, exchanges: Sequence[Exchange]) -> None:
+        """Keep what was decided, without the nodes that it was decided on."""
+        for exchange in exchanges:
+            for choice in exchange.choices:
+                if choice.site.tag is not None:
+                    group = self.decisions.setdefault(exchange.bucket.name, {})
+                    group[choice.site.tag.index] = choice.decline
 
 
 class _JointPasses(CustomGraphPass):
@@ -110,8 +117,8 @@ class LoCoBackend:
         return _run_and_record(compiled, record, owners)
 
 
-def _find_owners(gm: fx.GraphModule) -> list[int]:
-    """Return the inputs that hold the first parameter of each FSDP group in a Dynamo graph."""
+def _find_owners(gm: fx.GraphModule) -> dict[str, int]:
+    """Return for each FSDP group in a Dynamo graph the input that holds its first parameter."""
     inputs = list(gm.graph.find_nodes(op="placeholder"))
     owners: dict[str, int] = {}
     for node in gm.graph.find_nodes(
@@ -121,7 +128,7 @@ def _find_owners(gm: fx.GraphModule) -> list[int]:
         while isinstance(source, fx.Node) and source.op != "placeholder":
             source = source.all_input_nodes[0]
         owners.setdefault(str(node.args[3]), inputs.index(source))
-    return list(owners.values())
+    return owners
 
 
 def _trains_parameters(gm: fx.GraphModule) -> bool:
@@ -148,18 +155,17 @@ def _report_nothing_to_compress(config: LoCoConfig) -> None:
 
 
 def _run_and_record(
-    compiled: Callable[..., Any], record: CompileRecord, owners: list[int]
+    compiled: Callable[..., Any], record: CompileRecord, owners: dict[str, int]
 ) -> Callable[..., Any]:
     """Note on each group which graph ran it: one graph may serve many blocks."""
 
-    @functools.wraps(compiled)
     def run(*args: Any) -> Any:
-        for index in owners:
+        for name, index in owners.items():
             parameter = getattr(args[index], PARAMETER_ATTRIBUTE, None)
             if parameter is not None:
                 state = group_state(parameter.fsdp_group)
                 if state is not None and (record.has_backward or state.record is None):
-                    state.record = record
+                    state.record, state.name_in_graph = record, name
         return compiled(*args)
 
     return run
@@ -170,7 +176,7 @@ def _apply_passes(gm: fx.GraphModule, record: CompileRecord, *, is_backward: boo
     exchanges = run_passes(gm, record.config)
     if exchanges:
         agree.check_plan(exchanges, record.config)
-    record.exchanges += exchanges
+    record.note(exchanges)
     record.has_backward |= is_backward
     errors = {e for x in exchanges for c in x.compressed for e in c.site.errors}
     return [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in errors]
@@ -236,5 +242,3 @@ _INNER = {"inductor": _compile_with_inductor, "aot_eager": _compile_with_aot_eag
 
 loco_backend = LoCoBackend()
 """The backend with the default config."""
-
-__all__ = ["CompileRecord", "LoCoBackend", "Spec", "Tag", "loco_backend"]

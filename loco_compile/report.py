@@ -92,37 +92,18 @@ def _rows(group: FSDPParamGroup, state: GroupState | None) -> list[Row]:
     if state is None:
         return []
     fates: dict[Decline | None, list[ParameterState]] = {}
-    decisions = _decisions(state.record)
     for index, parameter in enumerate(state.parameters):
-        fates.setdefault(_fate(state, parameter, index, decisions), []).append(parameter)
+        fates.setdefault(_fate(state, parameter, index), []).append(parameter)
     return [_row(state, fate, members) for fate, members in fates.items()]
 
 
-def _decisions(record: CompileRecord | None) -> dict[str, dict[int, Decline | None]]:
-    """Return what the compiled graph does: bucket -> index of the parameter -> reason or None."""
-    found: dict[str, dict[int, Decline | None]] = {}
-    for exchange in record.exchanges if record is not None else []:
-        for choice in exchange.choices:
-            if choice.site.tag is not None:
-                found.setdefault(exchange.bucket.name, {})[choice.site.tag.index] = choice.decline
-    return found
-
-
-def _fate(
-    state: GroupState,
-    parameter: ParameterState,
-    index: int,
-    decisions: dict[str, dict[int, Decline | None]],
-) -> Decline | None:
-    if state.record is None:
+def _fate(state: GroupState, parameter: ParameterState, index: int) -> Decline | None:
+    record: CompileRecord | None = state.record
+    if record is None:
         return Decline.NOT_COMPILED
     if parameter.decline in (Decline.FROZEN, Decline.ONE_RANK):
         return parameter.decline
-    # A graph that serves many blocks carries the name of the first one.
-    own = decisions.get(state.name)
-    if own is None:
-        own = next(iter(decisions.values())) if len(decisions) == 1 else {}
-    return own.get(index, Decline.UNUSED)
+    return record.decisions.get(state.name_in_graph, {}).get(index, Decline.UNUSED)
 
 
 def _row(state: GroupState, fate: Decline | None, members: list[ParameterState]) -> Row:

@@ -112,6 +112,8 @@ class GroupState:
     """False for a group that FSDP2's own hooks ran while another group was traced."""
     record: Any = None
     """CompileRecord of the compiled graph that last ran this group; None if none has."""
+    name_in_graph: str = ""
+    """Name of the group in that graph: the first block's, if the graph serves many."""
     ran_eagerly: bool = False
     """Whether FSDP2's own hooks have run the group, outside any compiled graph, with gradients."""
 
