@@ -110,7 +110,8 @@ def _long_functions(tree: ast.Module, path: Path) -> list[str]:
         f"{path}:{node.lineno}: {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+        # From the body on: a kernel's signature takes a line for each of its many arguments.
+        and (lines := (node.end_lineno or 0) - node.body[0].lineno + 1) > MAX_FUNCTION_LINES
     ]
 
 
@@ -229,7 +230,7 @@ def test_an_undocumented_field_is_seen():
 
 
 def test_a_long_function_is_seen():
-    body = "\n    pass" * MAX_FUNCTION_LINES
+    body = "\n    pass" * (MAX_FUNCTION_LINES + 1)
     assert len(_long_functions(ast.parse(f"def f():{body}"), Path("passes/a.py"))) == 1
 
 
