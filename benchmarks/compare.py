@@ -11,6 +11,10 @@ from trainer import Run
 LARGEST_LOSS_GAP = 0.02
 """Held-out losses further apart than this are not the same training: then speeds say nothing."""
 
+LARGEST_LOAD = 1.25
+"""Load average for each core above which others, or too many ranks, have spoilt the timing. On two
+cores shared with other work, the same command gave 0.71 and 1.13."""
+
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -77,6 +81,8 @@ def compare(first: Run, other: Run) -> dict[str, Any]:
         withheld = f"held-out losses differ by {gap:+.2%}, more than {LARGEST_LOSS_GAP:.0%}"
     elif medians[0] is None or medians[1] is None:
         withheld = "not timed: too few steps, or a twin ran beside"
+    elif (load := max(first.load / first.cores, other.load / other.cores)) > LARGEST_LOAD:
+        withheld = f"the machine was busy: load average {load:.2f} for each core"
     else:
         speed = medians[0]["p50"] / medians[1]["p50"]
     return {

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accumulated import Accumulated
 from data import Batches, Corpus, evaluation_starts, windows
+from machine import num_cores
 from model import GPT, ModelConfig, build_model
 from options import TrainConfig
 from torch import nn
@@ -48,6 +49,8 @@ class Run:
     seconds: float
     load: float
     """The machine's load average of the last minute, when the run ended."""
+    cores: int
+    """Cores this process may use."""
 
     @property
     def train_loss(self) -> float:
@@ -108,6 +111,7 @@ def run_method(setting: Setting, method: str, config: LoCoConfig | None) -> Run:
         tokens_per_step=setting.mesh.size() * train.batch * setting.model.context,
         seconds=time.perf_counter() - started,
         load=os.getloadavg()[0],
+        cores=num_cores(),
     )
 
 

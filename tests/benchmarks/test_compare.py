@@ -18,7 +18,9 @@ def row(*, method="loco", dtype="float32", before=4000, wire=500, error=1000, pa
     }
 
 
-def make_run(method="none", *, held_out=2.0, seconds=0.1, steps=100, rows=None, accumulated=None):
+def make_run(
+    method="none", *, held_out=2.0, seconds=0.1, steps=100, rows=None, accumulated=None, load=2.0
+):
     return Run(
         method=method,
         config=None,
@@ -31,7 +33,8 @@ def make_run(method="none", *, held_out=2.0, seconds=0.1, steps=100, rows=None, 
         num_ranks=2,
         tokens_per_step=1000,
         seconds=60.0,
-        load=2.0,
+        load=load,
+        cores=2,
     )
 
 
@@ -94,6 +97,12 @@ def test_no_speed_if_the_losses_disagree(held_out):
     result = compare(make_run(), make_run("loco", held_out=held_out))
     assert result["speed"] is None
     assert "more than 2%" in result["speed_withheld"]
+
+
+def test_no_speed_from_a_busy_machine():
+    result = compare(make_run(), make_run("loco", load=3.0))
+    assert result["speed"] is None
+    assert result["speed_withheld"] == "the machine was busy: load average 1.50 for each core"
 
 
 def test_no_speed_from_too_few_steps():
