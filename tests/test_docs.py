@@ -70,6 +70,11 @@ def test_links_resolve(page: Path) -> None:
     assert broken_links(page) == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_from_outside_resolve(name: str) -> None:
+    assert broken_links(ROOT / name) == []
+
+
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A\n[a](#a) [b](#b) [c](none.md) [d](https://example.org/x)\n")
