@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from . import agree, capture
+from . import agree, capture, compat
 from .config import LoCoConfig
 from .guard import report_uncaptured
 from .passes.pipeline import run as run_passes
@@ -37,7 +36,6 @@ class CompileRecord:
     config: LoCoConfig
     decisions: dict[str, dict[int, Decline | None]] = dataclasses.field(default_factory=dict)
     """FSDP group -> place of the parameter in it -> why it is not compressed, None if it is."""
-    has_backward: bool = False
 
     def note(self, exchanges: Sequence[Exchange]) -> None:
         """Keep what was decided, without the nodes that it was decided on."""
@@ -104,14 +102,15 @@ class LoCoBackend:
 
         Raises: UncapturedError if the graph trains parameters but holds no FSDP group.
         """
-        if mode not in (None, "default"):
-            raise ValueError(
-                f"the loco backend has no mode {mode!r}: leave mode out of torch.compile"
-            )
-        config = self._with_options(options)
-        owners = _find_owners(gm)
-        if not owners and _trains_parameters(gm):
-            _report_nothing_to_compress(config)
+        with compat.errors_reach_the_user():
+            if mode not in (None, "default"):
+                raise ValueError(
+                    f"the loco backend has no mode {mode!r}: leave mode out of torch.compile"
+                )
+            config = self._with_options(options)
+            owners = _find_owners(gm)
+            if not owners and _trains_parameters(gm):
+                _report_nothing_to_compress(config)
         record = CompileRecord(config)
         compiled = _INNER[config.inner](gm, example_inputs, record)
         return _run_and_record(compiled, record, owners)
@@ -162,22 +161,21 @@ def _run_and_record(
     def run(*args: Any) -> Any:
         for name, index in owners.items():
             parameter = getattr(args[index], PARAMETER_ATTRIBUTE, None)
-            if parameter is not None:
-                state = group_state(parameter.fsdp_group)
-                if state is not None and (record.has_backward or state.record is None):
-                    state.record, state.name_in_graph = record, name
+            state = group_state(parameter.fsdp_group) if parameter is not None else None
+            # An evaluation says nothing of gradients: it counts until there is a training step.
+            if state is not None and (torch.is_grad_enabled() or state.record is None):
+                state.record, state.name_in_graph = record, name
         return compiled(*args)
 
     return run
 
 
-def _apply_passes(gm: fx.GraphModule, record: CompileRecord, *, is_backward: bool) -> list[int]:
+def _apply_passes(gm: fx.GraphModule, record: CompileRecord) -> list[int]:
     """Run the passes over a forward or backward graph; return the positions of its error inputs."""
     exchanges = run_passes(gm, record.config)
     if exchanges:
         agree.check_plan(exchanges, record.config)
     record.note(exchanges)
-    record.has_backward |= is_backward
     errors = {e for x in exchanges for c in x.compressed for e in c.site.errors}
     return [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in errors]
 
@@ -204,7 +202,7 @@ def _compile_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], record: CompileRecord
 ) -> Callable[..., Any]:
     def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        errors = _apply_passes(gm, record, is_backward=bool(kwargs.get("is_backward")))
+        errors = _apply_passes(gm, record)
         return _keep_versions(compile_fx_inner(gm, inputs, **kwargs), errors)
 
     # A hit in AOTAutogradCache would skip inner_compile. config_patches, unlike a `with` here, also
@@ -221,8 +219,8 @@ def _compile_with_inductor(
 def _compile_with_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], record: CompileRecord
 ) -> Callable[..., Any]:
-    def compile_graph(gm: fx.GraphModule, _: Sequence[Any], *, is_backward: bool) -> Any:
-        errors = _apply_passes(gm, record, is_backward=is_backward)
+    def compile_graph(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+        errors = _apply_passes(gm, record)
         return _keep_versions(make_boxed_func(gm), errors)
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -231,8 +229,8 @@ def _compile_with_aot_eager(
 
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return aot_autograd(
-            fw_compiler=functools.partial(compile_graph, is_backward=False),
-            bw_compiler=functools.partial(compile_graph, is_backward=True),
+            fw_compiler=compile_graph,
+            bw_compiler=compile_graph,
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)

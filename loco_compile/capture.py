@@ -83,7 +83,8 @@ def _prepare(ctx: Any) -> None:
     if trace is None:
         raise AssertionError("expected a running Dynamo trace")
     backend = compat.backend_of(trace.compiler)
-    name = groups.prepare(state, backend.config_of(trace.compiler))
+    with compat.errors_reach_the_user():
+        name = groups.prepare(state, backend.config_of(trace.compiler))
     names: list[str] = getattr(trace.output, _BUCKETS, [])
     setattr(trace.output, _BUCKETS, [*names, name])
 

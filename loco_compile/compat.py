@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch._dynamo.exc import ShortenTraceback
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -70,9 +72,24 @@ def current_trace() -> Tracing | None:
     return Tracing(output, output.compiler_fn)
 
 
-def has_triton() -> bool:
-    """Return whether Triton kernels can be launched (CUDA or ROCm build with Triton)."""
-    return torch.utils._triton.has_triton()
+@contextlib.contextmanager
+def errors_reach_the_user() -> Iterator[None]:
+    """Raise errors that a user can act on so that Dynamo hands them on under their own type.
+
+    It wraps what is raised while it traces in InternalTorchDynamoError, and what a backend raises
+    in BackendCompilerFailed, except for subclasses of ShortenTraceback.
+    """
+    try:
+        yield
+    except ShortenTraceback:
+        raise
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        kind = type(error)
+        bases = (ShortenTraceback, kind)
+        visible = type(kind.__name__, bases, {"__module__": kind.__module__})
+        raise visible(*error.args, first_useful_frame=None).with_traceback(
+            error.__traceback__
+        ) from error.__cause__
 
 
 def fsdp_state(module: Any) -> FSDPState | None:

@@ -25,6 +25,7 @@ from .state import (
     PARAMETER_ATTRIBUTE,
     GroupState,
     ParameterState,
+    RootState,
     allocate_error,
     count_optimizer_steps,
     group_state,
@@ -33,7 +34,7 @@ from .unshard import Spec
 
 log = logging.getLogger(__name__)
 _STATES = "_loco_states"  # on an FSDPState
-_COUNTS_STEPS = "_loco_counts_steps"  # on the root's FSDPState
+_ROOT = "_loco_root"  # on the root's FSDPState
 
 
 def prepare(state: FSDPState, config: LoCoConfig) -> str:
@@ -46,21 +47,29 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
     Raises: NotImplementedError that names the module, what it uses and the way out.
     """
     state._lazy_init()
+    root = _root_state(next(s for s in state._state_ctx.all_states if s._is_root))
+    root.last_traced = _module_name(state)
     for member in state._state_ctx.all_states:
         for group in compat.param_groups(member):
             compiles = member is state or member._training_state == TrainingState.IDLE
             if _is_stale(group, config, compiles=compiles):
                 if compiles:
                     _refuse_unsupported(member, group)
-                _attach(group, config, compiles=compiles)
+                _attach(group, root, config, compiles=compiles)
                 guard.watch(group)
         states = tuple(group_state(g) for g in compat.param_groups(member))
         setattr(member, _STATES, states)
-    root = next(s for s in state._state_ctx.all_states if s._is_root)
-    if not hasattr(root, _COUNTS_STEPS):
+    return root.last_traced
+
+
+def _root_state(root: FSDPState) -> RootState:
+    """Return what the groups of a root share; made, with the count of its steps, at first use."""
+    shared: RootState | None = getattr(root, _ROOT, None)
+    if shared is None:
+        shared = RootState()
+        setattr(root, _ROOT, shared)
         count_optimizer_steps(root)
-        setattr(root, _COUNTS_STEPS, True)
-    return _module_name(state)
+    return shared
 
 
 def states_of(state: FSDPState) -> tuple[GroupState, ...]:
@@ -128,7 +137,7 @@ def _has_extension(fsdp_param: FSDPParam) -> bool:
     return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
-def _attach(group: FSDPParamGroup, config: LoCoConfig, *, compiles: bool) -> None:
+def _attach(group: FSDPParamGroup, root: RootState, config: LoCoConfig, *, compiles: bool) -> None:
     old = group_state(group)
     parameters = []
     for index, fsdp_param in enumerate(group.fsdp_params):
@@ -138,6 +147,7 @@ def _attach(group: FSDPParamGroup, config: LoCoConfig, *, compiles: bool) -> Non
     state = GroupState(
         name=group._module_fqn or "",
         fsdp_group=group,
+        root=root,
         config=config,
         parameters=parameters,
         settings=settings(group),

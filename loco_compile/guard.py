@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from . import compat
-from .state import group_state
+from .state import GroupState, group_state
 
 log = logging.getLogger(__name__)
 _WATCHED = "_loco_watched"
@@ -48,7 +48,8 @@ def _note_eager_run(group: FSDPParamGroup) -> None:
         return  # on purpose: the root under regional compile, or a plain eager call
     report_uncaptured(
         f"FSDP group {state.name or '(root)'!r} ran its hooks outside the compiled graph, so its "
-        f"gradients would be reduced uncompressed. Reason: {_last_graph_break()}. Fix: remove the "
+        "gradients would be reduced uncompressed. Dynamo had traced as far as FSDP group "
+        f"{_last_traced(state) or '(root)'!r}. Reason: {_last_graph_break()}. Fix: remove the "
         "graph break (torch.compile(..., fullgraph=True) shows where it is), or compile only the "
         "blocks without it (block.compile(backend=...)), or accept it with "
         "LoCoConfig(on_uncaptured='warn').",
@@ -78,6 +79,11 @@ def _inside_our_region() -> bool:
                 return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _last_traced(state: GroupState) -> str:
+    """Return the group whose forward the last trace entered: a graph break is in there."""
+    return state.root.last_traced
 
 
 def _last_graph_break() -> str:

@@ -98,12 +98,21 @@ class ParameterState:
 
 
 @dataclasses.dataclass(eq=False)
+class RootState:
+    """What all groups of one FSDP root share."""
+
+    last_traced: str = ""
+    """Name of the group whose forward Dynamo entered last."""
+
+
+@dataclasses.dataclass(eq=False)
 class GroupState:
     """Everything kept for one FSDP parameter group, in the order of its parameters."""
 
     name: str
     """Fully qualified name of the group's module; empty for the root."""
     fsdp_group: FSDPParamGroup
+    root: RootState
     config: LoCoConfig
     parameters: list[ParameterState]
     settings: tuple[Any, ...]
