@@ -23,13 +23,13 @@ class Recipe:
 
     bits: int = 4
     """Width of one code on the wire, in bits: 4 or 8."""
-    block_numel: int = 256
+    block_numel: int = 128
     """Elements that share one scale."""
     fixed_scale: float | None = None
     """s of (E1); None means one dynamic scale per block, (E1b)."""
     keeps_error: bool = True
     """Whether what was not sent is kept and added to the next gradient."""
-    error_decay: float = 0.75
+    error_decay: float = 0.5
     """Weight of the old error in the moving average (E5)."""
     fixed_error_scale: float | None = None
     """s_e of (E2); None means one dynamic scale per block."""

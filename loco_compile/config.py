@@ -36,11 +36,11 @@ class LoCoConfig:
     scale: Scale = "block"
     """Scale of the codes: "block" (one bfloat16 for each block, from its largest magnitude) or
     "fixed" (`fixed_scale`, as in the paper)."""
-    block_numel: int = 256
+    block_numel: int = 128
     """Elements that share one scale: a multiple of 64 from 64 to 1024."""
     fixed_scale: float = 2.0**19
     """s in (E1), codes per gradient unit; a power of two. Only used with scale="fixed"."""
-    error_decay: float = 0.75
+    error_decay: float = 0.5
     """Weight of the OLD error in the moving average (E5), in [0, 1). 0 is classic error feedback.
     Values where 1 - error_decay is a power of two give the same bits on every backend."""
     error_scale: Scale = "block"

@@ -147,11 +147,15 @@ def table_of_fields() -> str:
     return "\n".join(rows) + "\n"
 
 
+ACCEPTS = os.environ.get("EXPECTTEST_ACCEPT") == "1"
+"""Whether the pages are to be rewritten with what the code gives, like inline snapshots."""
+
+
 def test_table_of_fields() -> None:
     page = DOCS / "config.md"
     before, start, rest = read(page).partition(FIELDS[0])
     table, end, after = rest.partition(FIELDS[1])
-    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+    if ACCEPTS:
         page.write_text(f"{before}{start}\n{table_of_fields()}\n{end}{after}", encoding="utf-8")
     else:
         assert table.strip() == table_of_fields().strip()
@@ -222,8 +226,8 @@ def two_pretended_ranks() -> Iterator[None]:
 def run_examples(page: Path) -> int:
     """Run the python blocks of a page in order; compare what they print with the blocks below."""
     namespace: dict[str, object] = {"__name__": f"example_{page.stem}"}
-    printed, num_run = "", 0
-    for fence in FENCE.finditer(read(page)):
+    printed, num_run, text = "", 0, read(page)
+    for fence in FENCE.finditer(text):
         if fence["language"] == "python":
             line = read(page)[: fence.start()].count("\n") + 1
             out = io.StringIO()
@@ -233,7 +237,10 @@ def run_examples(page: Path) -> int:
             printed, num_run = out.getvalue(), num_run + 1
         elif fence["mark"]:
             lines = [x.rstrip() for x in printed.strip().splitlines()]
-            assert lines == fence["text"].strip().splitlines()
+            if ACCEPTS:
+                page.write_text(read(page).replace(fence["text"], "\n".join(lines) + "\n"))
+            else:
+                assert lines == fence["text"].strip().splitlines()
     return num_run
 
 
