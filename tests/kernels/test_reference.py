@@ -60,7 +60,7 @@ def padded(grad, layout):
 def test_equals_the_simulation_over_several_steps(name):
     recipe = Recipe(block_numel=64, **RECIPES[name])
     layout = layout_of(recipe, 2, 150)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
     error = zero_error(layout, recipe) if recipe.keeps_error else None
     codes, scales = np.zeros((2, layout.padded_numel)), np.zeros(layout.scale_shape)
     for _ in range(4):
