@@ -162,7 +162,10 @@ class LoCoConfig:
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that are equal for equal configs, in every process and version."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        fields = dataclasses.asdict(self)
+        for name in ("fixed_scale", "fixed_error_scale", "error_decay"):
+            fields[name] = float(fields[name])  # 1 and 1.0 are equal, their texts are not
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
