@@ -68,7 +68,7 @@ def _root_state(root: FSDPState) -> RootState:
     if shared is None:
         shared = RootState()
         setattr(root, _ROOT, shared)
-        count_optimizer_steps(root)
+        count_optimizer_steps(root, shared)
     return shared
 
 

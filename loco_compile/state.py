@@ -150,24 +150,32 @@ def group_state(group: FSDPParamGroup) -> GroupState | None:
     return getattr(group, GROUP_ATTRIBUTE, None)
 
 
-def count_optimizer_steps(owner: FSDPState) -> None:
-    """Let every optimizer step advance the state of the parameters it holds.
+def count_optimizer_steps(owner: FSDPState, root: RootState) -> None:
+    """Let every optimizer step advance the states under `root` of the parameters it holds.
 
     Steps are counted for each parameter by the optimizer that owns it, so several optimizers, or
     one for each parameter (optimizer-in-backward), still make one step of each. The global hook
-    lives as long as `owner`, the FSDP root.
+    lives as long as `owner`, the FSDP root, and serves no other root's parameters.
     """
-    # The hook must not keep a model alive, and Dynamo must not trace it: it is Python bookkeeping.
-    handle = register_optimizer_step_post_hook(torch._dynamo.disable(_after_optimizer_step))
+    root_ref = weakref.ref(root)  # the hook must not keep a model alive
+
+    def after_step(optimizer: Optimizer, *_: Any) -> None:
+        for state in _states_of(optimizer):
+            group = group_state(state.fsdp_group)
+            if group is not None and group.root is root_ref():
+                advance(state)
+
+    # Dynamo must not trace the hook: it is Python bookkeeping.
+    handle = register_optimizer_step_post_hook(torch._dynamo.disable(after_step))
     weakref.finalize(owner, handle.remove)
 
 
-def _after_optimizer_step(optimizer: Optimizer, *_: Any) -> None:
+def _states_of(optimizer: Optimizer) -> Iterator[ParameterState]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state: ParameterState | None = getattr(parameter, PARAMETER_ATTRIBUTE, None)
             if state is not None and state.fsdp_param.sharded_param is parameter:
-                advance(state)
+                yield state
 
 
 def advance(state: ParameterState) -> None:
