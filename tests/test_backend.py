@@ -239,7 +239,7 @@ if sys.argv[1] == "used":
 
 def record(gm, inputs):
     for node in gm.graph.nodes:
-        print(node.op, node.target)
+        print(node.op, getattr(node.target, "__name__", node.target))
     print("graph")
     return gm.forward
 

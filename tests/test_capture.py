@@ -1,0 +1,297 @@
+"""What is refused, what is noticed when it escapes the graph, and that eager FSDP2 stays eager."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from loco_compile import LoCoBackend, LoCoConfig, UncapturedError, capture, explain
+from tests.graphs import Stack, fake_group, recorded, shard
+
+BACKEND = LoCoBackend(LoCoConfig(inner="aot_eager"))
+WARNS = LoCoBackend(LoCoConfig(inner="aot_eager", on_uncaptured="warn"))
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    with fake_group(2):
+        yield
+
+
+def step(model: nn.Module, backend: LoCoBackend = BACKEND) -> None:
+    compiled = torch.compile(model, backend=backend)
+    compiled(torch.randn(4, 64)).sum().backward()
+
+
+# --- features of FSDP2 that the captured graph would not reproduce
+
+
+class Extension(Tensor):
+    """A parameter that gathers itself, as float8 weights do."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Tensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=data.dtype, device=data.device, requires_grad=data.requires_grad
+        )
+
+    def __init__(self, data: Tensor) -> None:
+        self.data_inside = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(x: Any) -> Any:
+            return x.data_inside if isinstance(x, Extension) else x
+
+        def wrap(x: Any) -> Any:
+            return Extension(x) if isinstance(x, Tensor) else x
+
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map(wrap, func(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.data_inside,), None
+
+    def fsdp_post_all_gather(self, gathered: Any, *_: Any, **__: Any) -> Any:
+        return gathered[0], gathered
+
+
+def offloaded() -> nn.Module:
+    return shard(Stack(num_blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def on_columns() -> nn.Module:
+    return shard(
+        Stack(num_blocks=1), shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None
+    )
+
+
+def two_modules_in_one_group() -> nn.Module:
+    model = Stack(num_blocks=2)
+    fully_shard([model.blocks[0], model.blocks[1]])
+    return fully_shard(model)
+
+
+def with_extension() -> nn.Module:
+    model = Stack(num_blocks=1)
+    model.blocks[0].up.weight = nn.Parameter(Extension(torch.randn(128, 64)))
+    return shard(model)
+
+
+def without_sync() -> nn.Module:
+    model = shard(Stack(num_blocks=1))
+    model.set_requires_gradient_sync(False)
+    return model
+
+
+def with_all_reduce_hook() -> nn.Module:
+    model = shard(Stack(num_blocks=1))
+    model.set_all_reduce_hook(lambda _: None)
+    return model
+
+
+class Custom:
+    """Somebody's own communication."""
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.empty(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("expected this never to run")
+
+
+def with_custom_reduce_scatter() -> nn.Module:
+    model = shard(Stack(num_blocks=1))
+    model.set_custom_reduce_scatter(Custom())
+    return model
+
+
+def with_custom_all_gather() -> nn.Module:
+    model = shard(Stack(num_blocks=1))
+    model.blocks[0].set_custom_all_gather(Custom())
+    return model
+
+
+def hybrid() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return shard(Stack(num_blocks=1), mesh=mesh)
+
+
+def tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Stack(num_blocks=1)
+    parallelize_module(model.blocks[0], mesh["tensor"], {"up": ColwiseParallel()})
+    return shard(model, mesh=mesh["data"])
+
+
+@pytest.mark.parametrize(
+    ("build", "module", "feature"),
+    [
+        (offloaded, "the root module", "CPUOffloadPolicy"),
+        (on_columns, "the root module", "a placement other than Shard(0)"),
+        (two_modules_in_one_group, "blocks.0, blocks.1", "fully_shard([a, b, ...])"),
+        (with_extension, "blocks.0", "fsdp_pre_all_gather tensor extensions"),
+        (without_sync, "the root module", "set_requires_gradient_sync(False)"),
+        (with_all_reduce_hook, "the root module", "an all-reduce hook"),
+        (with_custom_reduce_scatter, "the root module", "a custom reduce-scatter"),
+        (with_custom_all_gather, "blocks.0", "a custom all-gather"),
+        (hybrid, "the root module", "a 2-D (HSDP) mesh"),
+        (tensor_parallel, "blocks.0", "parameters that are DTensors already (TP, EP)"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_refused_by_name(build: Callable[[], nn.Module], module: str, feature: str) -> None:
+    with fake_group(4), pytest.raises(NotImplementedError) as raised:
+        step(build())
+    message = str(raised.value)
+    assert message.startswith(f"loco_compile cannot trace {module}: it uses {feature}")
+    assert "Remove it, or compile this model with another backend." in message
+
+
+def test_a_feature_switched_on_later_is_refused_then(two_ranks: None) -> None:
+    model = shard(Stack(num_blocks=1))
+    compiled, x = torch.compile(model, backend=BACKEND), torch.randn(4, 64)
+    compiled(x).sum().backward()
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(NotImplementedError, match="set_requires_gradient_sync"):
+        compiled(x).sum().backward()
+    model.set_requires_gradient_sync(True)
+    compiled(x).sum().backward()
+
+
+# --- hooks that escape the graph
+
+
+class Breaking(nn.Module):
+    """A block that Dynamo cannot trace in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        torch._dynamo.graph_break("on purpose")
+        return torch.relu(x)
+
+
+def breaking_stack() -> nn.Module:
+    model = Stack(num_blocks=2)
+    model.blocks[1] = Breaking()
+    return shard(model)
+
+
+def test_a_graph_break_in_a_group_is_an_error(two_ranks: None) -> None:
+    with pytest.raises(UncapturedError) as raised:
+        step(breaking_stack())
+    message = str(raised.value)
+    assert "ran its hooks outside the compiled graph" in message
+    assert "as far as FSDP group 'blocks.1'" in message
+    assert "Reason: " in message
+    assert "graph_break" in message or "graph break" in message
+    assert "on_uncaptured='warn'" in message
+
+
+def test_a_graph_break_may_be_a_warning(two_ranks: None, caplog: pytest.LogCaptureFixture) -> None:
+    model = breaking_stack()
+    with caplog.at_level(logging.WARNING, logger="loco_compile"):
+        compiled, x = torch.compile(model, backend=WARNS), torch.randn(4, 64)
+        for _ in range(3):
+            compiled(x).sum().backward()
+    warnings = [r.getMessage() for r in caplog.records if "outside the compiled" in r.getMessage()]
+    assert len(warnings) == len(set(warnings))  # once for each group, not in each step
+    assert any("FSDP group '(root)'" in w for w in warnings)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_graph_break_outside_of_groups_is_none_of_ours(two_ranks: None) -> None:
+    model = shard(Stack(num_blocks=1))
+
+    @torch.compile(backend=BACKEND)
+    def train_step(x: Tensor) -> Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return model(x).sum()
+
+    with recorded() as graphs:
+        train_step(torch.randn(4, 64)).backward()
+    assert sum(g.count("all_to_all_single") for g in graphs.after) == 2
+
+
+def test_an_untraceable_block_can_be_left_out(two_ranks: None) -> None:
+    """The fix that the error names: compile only the blocks without the break."""
+    model = breaking_stack()
+    model.blocks[0].compile(backend=BACKEND)
+    model(torch.randn(4, 64)).sum().backward()
+    methods = {row.name: row.method for row in explain(model).rows if row.numel >= 4096}
+    assert methods["blocks.0"] == "loco"
+    assert methods.get("blocks.1", "none") == "none"
+
+
+# --- evaluation
+
+
+def test_evaluation_gathers_and_sends_nothing(two_ranks: None) -> None:
+    model = shard(Stack(num_blocks=1)).eval()
+    compiled = torch.compile(model, backend=BACKEND)
+    with recorded() as graphs, torch.no_grad():
+        out = compiled(torch.randn(4, 64))
+    assert not out.requires_grad
+    assert len(graphs.after) == 1
+    assert graphs.after[0].count("all_gather_into_tensor") == 2
+    assert "all_to_all" not in graphs.after[0]
+
+
+# --- eager FSDP2
+
+
+def test_hooks_of_fsdp_are_not_replaced() -> None:
+    assert FSDPState._pre_forward is capture.EAGER_PRE_FORWARD
+    assert FSDPState._post_forward is capture.EAGER_POST_FORWARD
+    assert FSDPState._pre_forward.__module__.startswith("torch.distributed")
+
+
+def test_installing_twice_is_once() -> None:
+    wrapped = torch._dynamo.eval_frame.OptimizeContext.__call__
+    capture.install()
+    LoCoBackend()
+    assert torch._dynamo.eval_frame.OptimizeContext.__call__ is wrapped
+
+
+def test_setting_of_dynamo_is_as_it_was(two_ranks: None) -> None:
+    before = torch._dynamo.config.wrap_top_frame
+    step(shard(Stack(num_blocks=1)))
+    assert torch._dynamo.config.wrap_top_frame is before
+    with torch._dynamo.config.patch(wrap_top_frame=True):
+        step(shard(Stack(num_blocks=1)))
+        assert torch._dynamo.config.wrap_top_frame is True
+
+
+def test_a_captured_model_can_still_run_eagerly(two_ranks: None) -> None:
+    model = shard(Stack(num_blocks=1))
+    x = torch.randn(4, 64)
+    torch.compile(model, backend=BACKEND)(x).sum().backward()
+    model.zero_grad()
+    model(x).sum().backward()  # a plain eager step is no graph break
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
+
+
+def test_parameters_are_the_shards_after_a_compiled_step(two_ranks: None) -> None:
+    model = shard(Stack(num_blocks=1))
+    before = dict(model.named_parameters())
+    step(model)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert all(p.grad.placements == p.placements for p in after.values())
