@@ -21,7 +21,7 @@ from loco_compile import LoCoBackend, LoCoConfig
 from tests.ranks.launch import RanksTest
 from tests.ranks.models import AwkwardModel, batch, loss_of, shard_awkward
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 BACKEND = LoCoBackend(LoCoConfig(method="none", inner="aot_eager"))
 NUM_STEPS = 10
