@@ -186,17 +186,16 @@ def test_a_graph_without_parameters_needs_no_fsdp() -> None:
 
 @pytest.mark.parametrize("thing", [nn.Linear(4, 4), lambda x: x, None])
 def test_what_is_no_graph(thing: Any) -> None:
-    with pytest.raises(TypeError, match="GraphModule") as raised:
+    with pytest.raises(TypeError, match="takes graphs from torch.compile, got") as raised:
         BACKEND(thing, [torch.randn(4, 4)])
     assert type(thing).__name__ in str(raised.value)
-    assert "torch.compile" in str(raised.value)
 
 
 @pytest.mark.parametrize("how", ["make_fx", "symbolic_trace"])
 def test_a_graph_that_dynamo_did_not_make(how: str) -> None:
     x = torch.randn(4, 4)
     gm = make_fx(torch.sin)(x) if how == "make_fx" else fx.symbolic_trace(nn.Linear(4, 4))
-    with pytest.raises((TypeError, ValueError, UncapturedError), match=r"torch\.compile"):
+    with pytest.raises(TypeError, match="takes graphs from torch.compile, got"):
         BACKEND(gm, [x])
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from loco_compile import LoCoBackend, LoCoConfig, UncapturedError, capture, explain
+from loco_compile import LoCoBackend, LoCoConfig, UncapturedError, capture, error_state, explain
 from tests.graphs import Stack, fake_group, recorded, shard
 
 BACKEND = LoCoBackend(LoCoConfig(inner="aot_eager"))
@@ -185,6 +185,17 @@ class Breaking(nn.Module):
         return torch.relu(x)
 
 
+class Whole(nn.Module):
+    """A model with one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.up(x))
+
+
 def breaking_stack() -> nn.Module:
     model = Stack(num_blocks=2)
     model.blocks[1] = Breaking()
@@ -236,6 +247,54 @@ def test_an_untraceable_block_can_be_left_out(two_ranks: None) -> None:
     methods = {row.name: row.method for row in explain(model).rows if row.numel >= 4096}
     assert methods["blocks.0"] == "loco"
     assert methods.get("blocks.1", "none") == "none"
+
+
+# --- several models, eager forwards, hooks
+
+
+def test_two_models_in_one_graph_do_not_mix(two_ranks: None) -> None:
+    """Both roots have no name: their gradients must not share a message, nor their errors."""
+    first, second = shard(Stack(num_blocks=1)), fully_shard(Whole())
+
+    @torch.compile(backend=BACKEND)
+    def train_step(x: Tensor) -> Tensor:
+        return second(first(x)).sum()
+
+    with recorded() as graphs:
+        train_step(torch.randn(4, 64)).backward()
+    assert graphs.after[1].count("all_to_all_single") == 3
+    assert sorted(error_state(first).names()) == [
+        "blocks.0.down.weight",
+        "blocks.0.up.weight",
+        "first.weight",
+        "last.weight",
+    ]
+    assert error_state(second).names() == ["up.weight"]
+    for model in (first, second):
+        assert all(error_state(model).norms().values())
+        assert {row.method for row in explain(model).rows if row.numel >= 4096} == {"loco"}
+
+
+def test_a_compiled_step_after_an_eager_forward(two_ranks: None) -> None:
+    """Eager FSDP2 leaves the root's full parameters on their modules until backward."""
+    model = shard(Stack(num_blocks=1))
+    compiled, x = torch.compile(model, backend=BACKEND), torch.randn(4, 64)
+    compiled(x).sum().backward()
+    with torch.no_grad():
+        model(x)
+    compiled(x).sum().backward()
+    assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
+
+
+def test_saved_tensor_hooks_would_lose_the_error(two_ranks: None) -> None:
+    model = shard(Stack(num_blocks=1))
+    compiled, x = torch.compile(model, backend=BACKEND), torch.randn(4, 64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        loss = compiled(x).sum()
+    with pytest.raises(RuntimeError, match="copies of the error feedback buffers") as raised:
+        loss.backward()
+    assert "saved_tensors_hooks" in str(raised.value)
+    compiled(x).sum().backward()
 
 
 # --- evaluation
