@@ -39,7 +39,7 @@ def check_plan(exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
 def _compare(group: dist.ProcessGroup, exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
     store, rank, num_ranks = compat.group_store(group), group.rank(), group.size()
     plan = f"{config.fingerprint()}/{fingerprint(exchanges)}"
-    if store.add(f"loco/compared/{rank}/{plan}", 1) > 1:
+    if store.check([compared := f"loco/compared/{rank}/{plan}"]):
         return
     turn = store.add(f"loco/turn/{rank}", 1)
     mine = json.dumps({"plan": plan, "config": str(config), "parameters": _count(exchanges)})
@@ -61,6 +61,7 @@ def _compare(group: dist.ProcessGroup, exchanges: Sequence[Exchange], config: Lo
             f"{mine}; first rank to compile: {first}. Give every rank the same model and the same "
             "LoCoConfig."
         )
+    store.set(compared, "1")  # only now: after a mismatch the next plan is compared again
 
 
 def _count(exchanges: Sequence[Exchange]) -> int:

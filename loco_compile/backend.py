@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import agree, capture, compat
 from .config import LoCoConfig
@@ -24,7 +26,7 @@ from .passes.pipeline import run as run_passes
 from .passes.plan import Decline, Exchange
 from .passes.remat import remat
 from .passes.reshard import reshard
-from .state import PARAMETER_ATTRIBUTE, group_state
+from .state import group_state
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class CompileRecord:
     config: LoCoConfig
     decisions: dict[str, dict[int, Decline | None]] = dataclasses.field(default_factory=dict)
     """FSDP group -> place of the parameter in it -> why it is not compressed, None if it is."""
+    error_addresses: set[int] = dataclasses.field(default_factory=set)
+    """Where the error buffers are that the graph has run with."""
 
     def note(self, exchanges: Sequence[Exchange]) -> None:
         """Keep what was decided, without the nodes that it was decided on."""
@@ -103,6 +107,7 @@ class LoCoBackend:
         Raises: UncapturedError if the graph trains parameters but holds no FSDP group.
         """
         with compat.errors_reach_the_user():
+            _check_graph(gm)
             if mode not in (None, "default"):
                 raise ValueError(
                     f"the loco backend has no mode {mode!r}: leave mode out of torch.compile"
@@ -114,6 +119,15 @@ class LoCoBackend:
         record = CompileRecord(config)
         compiled = _INNER[config.inner](gm, example_inputs, record)
         return _run_and_record(compiled, record, owners)
+
+
+def _check_graph(gm: Any) -> None:
+    if not isinstance(gm, fx.GraphModule) or not isinstance(gm.graph.output_node().args[0], tuple):
+        raise TypeError(
+            f"the loco backend takes graphs from torch.compile, got {type(gm).__name__}: write "
+            "torch.compile(model, backend=loco_backend). For other graphs use "
+            "loco_compile.passes.pipeline.run(gm, config)"
+        )
 
 
 def _find_owners(gm: fx.GraphModule) -> dict[str, int]:
@@ -133,7 +147,8 @@ def _find_owners(gm: fx.GraphModule) -> dict[str, int]:
 def _trains_parameters(gm: fx.GraphModule) -> bool:
     if not torch.is_grad_enabled():
         return False
-    values = (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
+    inputs = (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
+    values = itertools.chain(inputs, gm.parameters())
     return any(isinstance(v, torch.nn.Parameter) and v.requires_grad for v in values)
 
 
@@ -157,14 +172,23 @@ def _run_and_record(
     compiled: Callable[..., Any], record: CompileRecord, owners: dict[str, int]
 ) -> Callable[..., Any]:
     """Note on each group which graph ran it: one graph may serve many blocks."""
+    groups = WeakIdKeyDictionary()
 
     def run(*args: Any) -> Any:
         for name, index in owners.items():
-            parameter = getattr(args[index], PARAMETER_ATTRIBUTE, None)
-            state = group_state(parameter.fsdp_group) if parameter is not None else None
+            parameter = args[index]
+            if parameter not in groups:
+                groups[parameter] = compat.group_of(parameter)
+            state = group_state(groups[parameter])
+            if state is None:
+                continue
+            if not state.fsdp_group.is_sharded:  # an eager forward left its full parameters
+                state.fsdp_group.reshard()
             # An evaluation says nothing of gradients: it counts until there is a training step.
-            if state is not None and (torch.is_grad_enabled() or state.record is None):
+            counts = torch.is_grad_enabled() or state.record is None
+            if counts and state.record is not record:
                 state.record, state.name_in_graph = record, name
+                record.error_addresses |= state.error_addresses()
         return compiled(*args)
 
     return run
@@ -180,17 +204,26 @@ def _apply_passes(gm: fx.GraphModule, record: CompileRecord) -> list[int]:
     return [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in errors]
 
 
-def _keep_versions(compiled: Any, errors: list[int]) -> Any:
-    """Hide the in-place updates of the errors from autograd's version check.
+def _update_errors(compiled: Any, errors: list[int], record: CompileRecord) -> Any:
+    """Let a backward update the error buffers themselves, behind autograd's back.
 
-    Autograd saved the buffers for backward, and two forwards before one backward save them twice:
-    the first backward's update is meant to be seen by the second.
+    Autograd saved the buffers for backward. Two forwards before one backward save them twice: the
+    first backward's update is meant to be seen by the second, so versions are kept. A saved-tensor
+    hook that gives back a copy would take the update with it, so that is refused.
+
+    Raises: RuntimeError in the backward if a buffer is not the one that was saved.
     """
     if not errors:
         return compiled
 
     def run(args: list[Any]) -> Any:
         buffers = tuple(args[i] for i in errors)
+        if any(b.data_ptr() not in record.error_addresses for b in buffers):
+            raise RuntimeError(
+                "backward got copies of the error feedback buffers, whose update would be lost: "
+                "saved_tensors_hooks (activation offloading, save_on_cpu) are active around the "
+                "forward. Keep the compiled module outside of them."
+            )
         with torch.autograd._unsafe_preserve_version_counter(buffers):
             return compiled(args)
 
@@ -203,7 +236,7 @@ def _compile_with_inductor(
 ) -> Callable[..., Any]:
     def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         errors = _apply_passes(gm, record)
-        return _keep_versions(compile_fx_inner(gm, inputs, **kwargs), errors)
+        return _update_errors(compile_fx_inner(gm, inputs, **kwargs), errors, record)
 
     # A hit in AOTAutogradCache would skip inner_compile. config_patches, unlike a `with` here, also
     # covers the backward, which is compiled later.
@@ -221,7 +254,7 @@ def _compile_with_aot_eager(
 ) -> Callable[..., Any]:
     def compile_graph(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
         errors = _apply_passes(gm, record)
-        return _keep_versions(make_boxed_func(gm), errors)
+        return _update_errors(make_boxed_func(gm), errors, record)
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         _JointPasses()(joint.graph)

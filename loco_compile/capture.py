@@ -26,7 +26,7 @@ from . import compat, groups
 
 EAGER_PRE_FORWARD = FSDPState._pre_forward
 EAGER_POST_FORWARD = FSDPState._post_forward
-_BUCKETS = "_loco_buckets"  # on Dynamo's OutputGraph: names of the groups traced so far
+_BUCKETS = "_loco_buckets"  # on Dynamo's OutputGraph: the FSDP states traced so far, named
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def _current_bucket() -> str:
     trace = compat.current_trace()
     if trace is None:
         raise AssertionError("expected a running Dynamo trace")
-    name: str = getattr(trace.output, _BUCKETS)[-1]
+    name: str = getattr(trace.output, _BUCKETS)[-1][1]
     return name
 
 
@@ -85,8 +85,17 @@ def _prepare(ctx: Any) -> None:
     backend = compat.backend_of(trace.compiler)
     with compat.errors_reach_the_user():
         name = groups.prepare(state, backend.config_of(trace.compiler))
-    names: list[str] = getattr(trace.output, _BUCKETS, [])
-    setattr(trace.output, _BUCKETS, [*names, name])
+    seen: list[tuple[FSDPState, str]] = getattr(trace.output, _BUCKETS, [])
+    setattr(trace.output, _BUCKETS, [*seen, (state, _unique_name(state, name, seen))])
+
+
+def _unique_name(state: FSDPState, name: str, seen: list[tuple[FSDPState, str]]) -> str:
+    """Return the group's name in this trace: several FSDP roots in it are all named ''."""
+    for other, taken in seen:
+        if other is state:
+            return taken
+    others = sum(taken.partition("#")[0] == name for taken in dict(seen).values())
+    return f"{name}#{others + 1}" if others else name
 
 
 def _traced_pre_forward(

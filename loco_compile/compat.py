@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._dynamo.exc import ShortenTraceback
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -83,7 +84,7 @@ def errors_reach_the_user() -> Iterator[None]:
         yield
     except ShortenTraceback:
         raise
-    except (ValueError, NotImplementedError, RuntimeError) as error:
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         kind = type(error)
         bases = (ShortenTraceback, kind)
         visible = type(kind.__name__, bases, {"__module__": kind.__module__})
@@ -92,9 +93,17 @@ def errors_reach_the_user() -> Iterator[None]:
         ) from error.__cause__
 
 
+def group_of(parameter: Any) -> FSDPParamGroup | None:
+    """Return the FSDP group that holds a sharded parameter, among all modules that are alive."""
+    for ref in list(_module_state_mapping.values()):
+        state = ref()
+        for group in param_groups(state) if isinstance(state, FSDPState) else []:
+            if any(p.sharded_param is parameter for p in group.fsdp_params):
+                return group
+    return None
+
+
 def fsdp_state(module: Any) -> FSDPState | None:
     """Return the FSDP state of a module, None if `fully_shard` was not called on it."""
-    from torch.distributed._composable_state import _get_module_state
-
     state = _get_module_state(module)
     return state if isinstance(state, FSDPState) else None

@@ -22,7 +22,6 @@ from .passes.markers import Tag
 from .passes.plan import Decline, Parameter, decide, layout_of
 from .state import (
     GROUP_ATTRIBUTE,
-    PARAMETER_ATTRIBUTE,
     GroupState,
     ParameterState,
     RootState,
@@ -68,7 +67,7 @@ def _root_state(root: FSDPState) -> RootState:
     if shared is None:
         shared = RootState()
         setattr(root, _ROOT, shared)
-        count_optimizer_steps(root, shared)
+        count_optimizer_steps(root)
     return shared
 
 
@@ -184,10 +183,9 @@ def _parameter_state(
     later = _dump(spec, decline)
     num_steps = before.num_steps if before is not None else 0
     waits = decline is None and num_steps < config.start_step
-    state = ParameterState(
+    return ParameterState(
         name=name,
         fsdp_param=fsdp_param,
-        fsdp_group=group,
         config=config,
         spec=_dump(spec, Decline.START) if waits else later,
         later_spec=later,
@@ -198,8 +196,6 @@ def _parameter_state(
         error=error,
         num_steps=num_steps,
     )
-    setattr(fsdp_param.sharded_param, PARAMETER_ATTRIBUTE, state)
-    return state
 
 
 def _error(layout: Any, recipe: Any, device: torch.device, before: ParameterState | None) -> Any:

@@ -7,12 +7,11 @@ import json
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from .backend import CompileRecord
 from .kernels.layout import message_bytes
 from .passes.plan import Decline
-from .state import GroupState, ParameterState, find_states, group_state
+from .state import GroupState, ParameterState, find_groups, group_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,25 +75,25 @@ def explain(model: nn.Module) -> Report:
     Raises: ValueError if the model has no FSDP2 module, or none of it has been compiled by us.
     """
     rows: list[Row] = []
-    groups = [group for _, group in find_states(model)]
+    groups = find_groups(model)
     if all(group_state(g) is None for g in groups):
         raise ValueError(
             "explain(model) needs a model that has run a step under the loco backend: call it "
             "after the first backward of torch.compile(model, backend=loco_backend)"
         )
-    for group in groups:
-        rows += _rows(group, group_state(group))
+    for group, name in groups.items():
+        rows += _rows(name, group_state(group))
     return Report(rows=tuple(rows))
 
 
-def _rows(group: FSDPParamGroup, state: GroupState | None) -> list[Row]:
+def _rows(name: str, state: GroupState | None) -> list[Row]:
     """Join the parameters of a group that share a fate."""
     if state is None:
         return []
     fates: dict[Decline | None, list[ParameterState]] = {}
     for index, parameter in enumerate(state.parameters):
         fates.setdefault(_fate(state, parameter, index), []).append(parameter)
-    return [_row(state, fate, members) for fate, members in fates.items()]
+    return [_row(name, state, fate, members) for fate, members in fates.items()]
 
 
 def _fate(state: GroupState, parameter: ParameterState, index: int) -> Decline | None:
@@ -106,14 +105,14 @@ def _fate(state: GroupState, parameter: ParameterState, index: int) -> Decline |
     return record.decisions.get(state.name_in_graph, {}).get(index, Decline.UNUSED)
 
 
-def _row(state: GroupState, fate: Decline | None, members: list[ParameterState]) -> Row:
+def _row(name: str, state: GroupState, fate: Decline | None, members: list[ParameterState]) -> Row:
     layouts = [m.layout for m in members if fate is None and m.layout is not None]
     before = sum(m.plain_bytes() for m in members)
     sends_nothing = fate in (Decline.FROZEN, Decline.ONE_RANK, Decline.UNUSED)
     compressed = message_bytes(layouts) * (layouts[0].num_ranks - 1) if layouts else 0
     return Row(
-        name=f"{state.name or '(root)'}",
-        parameters=tuple(m.name for m in members),
+        name=name or "(root)",
+        parameters=tuple(m.name_in(name) for m in members),
         numel=sum(m.numel() for m in members),
         dtype=members[0].grad_dtype().removeprefix("torch."),
         method=state.config.method if fate is None else "none",

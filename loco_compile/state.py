@@ -30,7 +30,6 @@ from .unshard import Spec
 log = logging.getLogger(__name__)
 
 GROUP_ATTRIBUTE = "_loco_state"
-PARAMETER_ATTRIBUTE = "_loco_state"
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,7 +40,6 @@ class ParameterState:
     """Fully qualified name."""
     fsdp_param: Any
     """FSDP2's own record; its `sharded_param` is read while tracing."""
-    fsdp_group: FSDPParamGroup
     config: LoCoConfig
     spec: str
     """JSON of the Spec that the trace uses now."""
@@ -75,6 +73,11 @@ class ParameterState:
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.error)):
             for tensor in self.error:
                 tensor.zero_()
+
+    def name_in(self, module_name: str) -> str:
+        """Return the parameter's name in a model where its group's module has this name."""
+        relative = Spec.load(self.spec).tag.name
+        return f"{module_name}.{relative}" if module_name else relative
 
     def numel(self) -> int:
         """Elements of the full parameter."""
@@ -126,6 +129,10 @@ class GroupState:
     ran_eagerly: bool = False
     """Whether FSDP2's own hooks have run the group, outside any compiled graph, with gradients."""
 
+    def error_addresses(self) -> set[int]:
+        """Return where the error buffers of the group are."""
+        return {e.data_ptr() for p in self.parameters for e in p.error}
+
 
 def allocate_error(layout: Layout, recipe: Recipe, device: torch.device) -> list[Tensor]:
     """Return zeroed error tensors, static: no recompile may make their shapes symbolic."""
@@ -150,19 +157,20 @@ def group_state(group: FSDPParamGroup) -> GroupState | None:
     return getattr(group, GROUP_ATTRIBUTE, None)
 
 
-def count_optimizer_steps(owner: FSDPState, root: RootState) -> None:
-    """Let every optimizer step advance the states under `root` of the parameters it holds.
+def count_optimizer_steps(owner: FSDPState) -> None:
+    """Let every optimizer step advance the parameters it holds of one FSDP root.
 
     Steps are counted for each parameter by the optimizer that owns it, so several optimizers, or
     one for each parameter (optimizer-in-backward), still make one step of each. The global hook
-    lives as long as `owner`, the FSDP root, and serves no other root's parameters.
+    lives as long as `owner`, the root's state, and serves no other root's parameters.
     """
-    root_ref = weakref.ref(root)  # the hook must not keep a model alive
+    owner_ref = weakref.ref(owner)  # the hook must not keep a model alive
 
     def after_step(optimizer: Optimizer, *_: Any) -> None:
-        for state in _states_of(optimizer):
-            group = group_state(state.fsdp_group)
-            if group is not None and group.root is root_ref():
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for state in _parameter_states(owner_ref()):
+            # Looked up anew each time: load_state_dict(assign=True) replaces parameters.
+            if id(state.fsdp_param.sharded_param) in held:
                 advance(state)
 
     # Dynamo must not trace the hook: it is Python bookkeeping.
@@ -170,12 +178,11 @@ def count_optimizer_steps(owner: FSDPState, root: RootState) -> None:
     weakref.finalize(owner, handle.remove)
 
 
-def _states_of(optimizer: Optimizer) -> Iterator[ParameterState]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state: ParameterState | None = getattr(parameter, PARAMETER_ATTRIBUTE, None)
-            if state is not None and state.fsdp_param.sharded_param is parameter:
-                yield state
+def _parameter_states(owner: FSDPState | None) -> Iterator[ParameterState]:
+    for member in owner._state_ctx.all_states if owner is not None else []:
+        for group in compat.param_groups(member):
+            state = group_state(group)
+            yield from state.parameters if state is not None else []
 
 
 def advance(state: ParameterState) -> None:
@@ -190,22 +197,22 @@ def advance(state: ParameterState) -> None:
 class ErrorState:
     """What LoCo keeps for a model on this rank, by parameter name."""
 
-    def __init__(self, parameters: list[ParameterState]) -> None:
+    def __init__(self, parameters: dict[str, ParameterState]) -> None:
         self._parameters = parameters
 
     def __iter__(self) -> Iterator[ParameterState]:
-        return iter(self._parameters)
+        return iter(self._parameters.values())
 
     def __len__(self) -> int:
         return len(self._parameters)
 
     def names(self) -> list[str]:
         """Return the names of the compressed parameters."""
-        return [p.name for p in self._parameters]
+        return list(self._parameters)
 
     def reset(self) -> None:
         """Set every error to zero. What was not sent yet is lost."""
-        for parameter in self._parameters:
+        for parameter in self:
             parameter.zero_error()
 
     def norms(self) -> dict[str, float]:
@@ -222,30 +229,32 @@ class ErrorState:
 
     def _each(self, measure: Callable[[list[Tensor], tuple[Tensor, ...]], Any]) -> dict[str, Any]:
         values = {}
-        for parameter in self._parameters:
+        for name, parameter in self._parameters.items():
             error = parameter.as_error()
             if parameter.recipe is None:
                 raise AssertionError(f"expected a recipe for {parameter.name}")
-            values[parameter.name] = measure(
-                decompress_error(error, parameter.recipe), error.planes
-            )
+            values[name] = measure(decompress_error(error, parameter.recipe), error.planes)
         return values
 
 
-def find_states(model: nn.Module) -> list[tuple[FSDPState, FSDPParamGroup]]:
-    """Return the FSDP states and groups in a model, in module order."""
-    found: dict[FSDPParamGroup, FSDPState] = {}
-    for module in model.modules():
+def find_groups(model: nn.Module) -> dict[FSDPParamGroup, str]:
+    """Return the FSDP groups in a model, in module order, with the names of their modules.
+
+    The names are those in `model`, whichever FSDP root a group belongs to.
+    """
+    found: dict[FSDPParamGroup, str] = {}
+    for name, module in model.named_modules():
         state = compat.fsdp_state(module)
         if state is not None:
+            plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
             for group in compat.param_groups(state):
-                found.setdefault(group, state)
+                found.setdefault(group, plain)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no FSDP2 module: call fully_shard(model) before "
             "torch.compile"
         )
-    return [(state, group) for group, state in found.items()]
+    return found
 
 
 def error_state(model: nn.Module) -> ErrorState:
@@ -253,9 +262,10 @@ def error_state(model: nn.Module) -> ErrorState:
 
     Raises: ValueError if the model has no FSDP2 module.
     """
-    parameters = []
-    for _, group in find_states(model):
+    parameters = {}
+    for group, name in find_groups(model).items():
         state = group_state(group)
-        if state is not None:
-            parameters += [p for p in state.parameters if p.error]
+        for parameter in state.parameters if state is not None else []:
+            if parameter.error:
+                parameters[parameter.name_in(name)] = parameter
     return ErrorState(parameters)

@@ -65,7 +65,7 @@ def bucket_gathers(gathers: Sequence[Gather]) -> list[list[Gather]]:
     """Group gathers by FSDP group, process group and dtype, in the order of the parameters."""
     buckets: dict[tuple[str, str, torch.dtype, int], list[Gather]] = {}
     seen: dict[tuple[str, str], int] = {}
-    for gather in gathers:
+    for gather in {g.gather: g for g in gathers}.values():  # each once, whoever shares it
         turn = seen.get((gather.tag.bucket, gather.tag.name), 0)
         seen[gather.tag.bucket, gather.tag.name] = turn + 1
         dtype = gather.shard.meta["val"].dtype

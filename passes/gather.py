@@ -22,6 +22,7 @@ def gather(gm: fx.GraphModule) -> fx.GraphModule:
     """Merge the marked all-gathers of each group; remove the markers and gathers nobody uses."""
     graph = gm.graph
     _erase_unused(graph)
+    _share_waits(graph)
     buckets = [b for b in bucket_gathers(find_gathers(graph)) if len(b) > 1]
     markers = find_full_markers(graph)
     if not markers:
@@ -49,6 +50,21 @@ def _erase_unused(graph: fx.Graph) -> None:
         if is_gather and not wait.users and len(gathered.users) == 1:
             graph.erase_node(wait)
             graph.erase_node(gathered)
+
+
+def _share_waits(graph: fx.Graph) -> None:
+    """Leave one wait for each all-gather: AOTAutograd merges equal gathers but not their waits.
+
+    A module that is called twice has two.
+    """
+    for gathered in graph.find_nodes(
+        op="call_function", target=c10d.all_gather_into_tensor.default
+    ):
+        first, *others = sorted(gathered.users)
+        for wait in others:
+            if wait.target is first.target is c10d.wait_tensor.default:
+                wait.replace_all_uses_with(first)
+                graph.erase_node(wait)
 
 
 def _merge(bucket: Sequence[Gather]) -> None:

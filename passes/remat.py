@@ -64,8 +64,14 @@ def derived_nodes(marker: fx.Node) -> list[fx.Node]:
         is_alone = all(n is marker or n in derived for n in node.all_input_nodes)
         if node.op != "call_function" or not is_alone or node in derived:
             continue
-        if not isinstance(node.meta.get("val"), torch.Tensor):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or _is_random(node):
             continue
         derived[node] = None
         todo.extend(node.users)
     return list(derived)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Return whether a node draws random numbers: computed again, it would draw others."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags

@@ -37,6 +37,8 @@ def splice(fn: Callable[..., Any], args: Sequence[fx.Node], *, before: fx.Node) 
         for node in body.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 copied[node] = graph.node_copy(node, copied.__getitem__)
+                if "val" not in node.meta:
+                    raise AssertionError(f"expected {node.name} to be traced with meta['val']")
                 _copy_provenance(before, copied[node])
     results = body.graph.output_node().args[0]
     return [copied[node] for node in results]  # type: ignore[union-attr,index]  # fx output args
