@@ -185,12 +185,17 @@ class TestSimulationOnTwoRanks(SimulationCase):
             "fixed scale": {**FIXED, **FIXED_ERROR},
             "fixed scale, last error only": {**FIXED, **FIXED_ERROR, "error_decay": 0.0},
             "fixed scale, block scale of the error": FIXED,
-            "8 bits": {"bits": 8},
-            "short blocks, inductor": {"block_numel": 64, "inner": "inductor"},
         }
         for name, fields in cases.items():
             with self.case(config=name):
                 self.check(**fields)
+        self.finish_cases()
+
+    def test_code_for_code_of_other_formats(self) -> None:
+        with self.case(config="8 bits"):
+            self.check(bits=8)
+        with self.case(config="short blocks, inductor"):
+            self.check(block_numel=64, inner="inductor")
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with self.case(config="gradients in bfloat16"):
             self.check(policy=half)
