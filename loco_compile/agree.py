@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch import fx
 
 from . import compat
 from .config import LoCoConfig
 from .passes.plan import Exchange, fingerprint
+from .passes.verify import collective_order
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """How long a rank waits for the others, which may still be compiling."""
@@ -20,8 +23,11 @@ class PlanMismatchError(RuntimeError):
     """The ranks of a process group would exchange different messages."""
 
 
-def check_plan(exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
+def check_plan(gm: fx.GraphModule, exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
     """Compare the plan of a graph with the other ranks' of each of its process groups.
+
+    The plan, and the order of all collectives of the group: a gather more on one rank would pair
+    every later collective with the wrong one.
 
     Uses the groups' stores and no collective: a rank may compile while its peers are inside one. A
     plan that this rank compared before is not compared again, so a recompile waits for nobody.
@@ -33,16 +39,24 @@ def check_plan(exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
         group = compat.resolve_group(group_name)
         if dist.get_backend(group) != "fake":
             own = [e for e in exchanges if e.bucket.group_name == group_name]
-            _compare(group, own, config)
+            order = [row[:-1] for row in collective_order(gm.graph) if row[-1] == group_name]
+            _compare(group, own, order, config)
 
 
-def _compare(group: dist.ProcessGroup, exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
+def _compare(
+    group: dist.ProcessGroup,
+    exchanges: Sequence[Exchange],
+    order: Sequence[tuple[str, ...]],
+    config: LoCoConfig,
+) -> None:
     store, rank, num_ranks = compat.group_store(group), group.rank(), group.size()
-    plan = f"{config.fingerprint()}/{fingerprint(exchanges)}"
+    digest = hashlib.sha256(repr(order).encode()).hexdigest()[:16]
+    plan = f"{config.fingerprint()}/{fingerprint(exchanges)}/{digest}"
     if store.check([compared := f"loco/compared/{rank}/{plan}"]):
         return
     turn = store.add(f"loco/turn/{rank}", 1)
-    mine = json.dumps({"plan": plan, "config": str(config), "parameters": _count(exchanges)})
+    facts = {"config": str(config), "parameters": _count(exchanges), "collectives": len(order)}
+    mine = json.dumps({"plan": plan, **facts})
     first = store.compare_set(f"loco/{turn}/first", "", mine).decode()
     store.add(f"loco/{turn}/different", int(json.loads(first)["plan"] != plan))
     if store.add(f"loco/{turn}/arrived", 1) == num_ranks:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import agree, capture, compat
 from .config import LoCoConfig
-from .guard import report_uncaptured
+from .guard import raise_pending, report_uncaptured
 from .passes.pipeline import run as run_passes
 from .passes.plan import Decline, Exchange
 from .passes.remat import remat
@@ -115,6 +115,7 @@ class LoCoBackend:
             config = self._with_options(options)
             owners = _find_owners(gm)
             if not owners and _trains_parameters(gm):
+                raise_pending(compat.all_groups())
                 _report_nothing_to_compress(config)
         record = CompileRecord(config)
         compiled = _INNER[config.inner](gm, example_inputs, record)
@@ -198,7 +199,7 @@ def _apply_passes(gm: fx.GraphModule, record: CompileRecord) -> list[int]:
     """Run the passes over a forward or backward graph; return the positions of its error inputs."""
     exchanges = run_passes(gm, record.config)
     if exchanges:
-        agree.check_plan(exchanges, record.config)
+        agree.check_plan(gm, exchanges, record.config)
     record.note(exchanges)
     errors = {e for x in exchanges for c in x.compressed for e in c.site.errors}
     return [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in errors]

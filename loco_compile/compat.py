@@ -93,13 +93,17 @@ def errors_reach_the_user() -> Iterator[None]:
         ) from error.__cause__
 
 
+def all_groups() -> list[FSDPParamGroup]:
+    """Return the FSDP parameter groups of all modules that are alive."""
+    states = [ref() for ref in _module_state_mapping.values()]
+    return [g for s in states if isinstance(s, FSDPState) for g in param_groups(s)]
+
+
 def group_of(parameter: Any) -> FSDPParamGroup | None:
     """Return the FSDP group that holds a sharded parameter, among all modules that are alive."""
-    for ref in list(_module_state_mapping.values()):
-        state = ref()
-        for group in param_groups(state) if isinstance(state, FSDPState) else []:
-            if any(p.sharded_param is parameter for p in group.fsdp_params):
-                return group
+    for group in all_groups():
+        if any(p.sharded_param is parameter for p in group.fsdp_params):
+            return group
     return None
 
 

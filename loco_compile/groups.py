@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 from typing import Any
 
 import torch
+from torch._guards import CompileContext
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
@@ -48,6 +50,10 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
     state._lazy_init()
     root = _root_state(next(s for s in state._state_ctx.all_states if s._is_root))
     root.last_traced = _module_name(state)
+    # Dynamo traces a frame again after a break: what counts is the state before the first try.
+    if (compile_id := str(CompileContext.current_compile_id())) != root.compile_id:
+        root.compile_id = compile_id
+        root.graph_breaks = collections.Counter(torch._dynamo.utils.counters["graph_break"])
     for member in state._state_ctx.all_states:
         for group in compat.param_groups(member):
             compiles = member is state or member._training_state == TrainingState.IDLE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,45 +26,68 @@ class UncapturedError(RuntimeError):
 
 
 def watch(group: FSDPParamGroup) -> None:
-    """Check every eager pre-forward of a group; other groups and models are left alone."""
+    """Check every eager forward of a group; other groups and models are left alone.
+
+    What is wrong is known before the forward and raised after it: an error that the user's own
+    forward raises comes first.
+    """
     if getattr(group, _WATCHED, False):
         return
-    eager_pre_forward = group.pre_forward
+    pre_forward, post_forward = group.pre_forward, group.post_forward
 
-    def pre_forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            _note_eager_run(group)
-        return eager_pre_forward(*args, **kwargs)
+    def checked_pre_forward(*args: Any, **kwargs: Any) -> Any:
+        _note_eager_run(group)
+        return pre_forward(*args, **kwargs)
 
-    setattr(group, "pre_forward", pre_forward)  # noqa: B010  # on this group only
+    def checked_post_forward(*args: Any, **kwargs: Any) -> Any:
+        raise_pending([group])
+        return post_forward(*args, **kwargs)
+
+    setattr(group, "pre_forward", checked_pre_forward)  # noqa: B010  # on this group only
+    setattr(group, "post_forward", checked_post_forward)  # noqa: B010
     setattr(group, _WATCHED, True)
+
+
+def raise_pending(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raise UncapturedError if one of these groups runs eagerly inside a region that we compile."""
+    for group in groups:
+        state = group_state(group)
+        if state is not None and state.root.uncaptured:
+            message, state.root.uncaptured = state.root.uncaptured, ""
+            raise UncapturedError(message)
 
 
 def _note_eager_run(group: FSDPParamGroup) -> None:
     state = group_state(group)
     if state is None:
         return
+    if not state.name:
+        state.root.uncaptured = ""  # the root's forward starts anew
+    if not torch.is_grad_enabled():
+        return
     first_time, state.ran_eagerly = not state.ran_eagerly, True
     if not _inside_our_region():
         return  # on purpose: the root under regional compile, or a plain eager call
-    report_uncaptured(
+    message = (
         f"FSDP group {state.name or '(root)'!r} ran its hooks outside the compiled graph, so its "
         "gradients would be reduced uncompressed. Dynamo had traced as far as FSDP group "
-        f"{_last_traced(state) or '(root)'!r}. Reason: {_last_graph_break()}. Fix: remove the "
-        "graph break (torch.compile(..., fullgraph=True) shows where it is), or compile only the "
-        "blocks without it (block.compile(backend=...)), or accept it with "
-        "LoCoConfig(on_uncaptured='warn').",
-        warns=state.config.on_uncaptured == "warn",
-        is_new=first_time,
+        f"{state.root.last_traced or '(root)'!r}. Reason: {_last_graph_break(state)}. Fix: remove "
+        "the graph break (torch.compile(..., fullgraph=True) shows where it is), or compile only "
+        "the blocks without it (block.compile(backend=...)), or accept it with "
+        "LoCoConfig(on_uncaptured='warn')."
     )
+    if state.config.on_uncaptured == "error":
+        # The outermost group's: those inside run eagerly because of it.
+        state.root.uncaptured = state.root.uncaptured or message
+    elif first_time:
+        log.warning(message)
 
 
-def report_uncaptured(message: str, *, warns: bool, is_new: bool = True) -> None:
+def report_uncaptured(message: str, *, warns: bool) -> None:
     """Raise UncapturedError, or warn where the config asks for it."""
     if not warns:
         raise UncapturedError(message)
-    if is_new:
-        log.warning(message)
+    log.warning(message)
 
 
 def _inside_our_region() -> bool:
@@ -81,15 +105,13 @@ def _inside_our_region() -> bool:
     return False
 
 
-def _last_traced(state: GroupState) -> str:
-    """Return the group whose forward the last trace entered: a graph break is in there."""
-    return state.root.last_traced
-
-
-def _last_graph_break() -> str:
-    breaks = list(torch._dynamo.utils.counters["graph_break"])
-    return (
-        breaks[-1].strip().splitlines()[0]
-        if breaks
-        else "unknown (run with TORCH_LOGS=graph_breaks)"
-    )
+def _last_graph_break(state: GroupState) -> str:
+    """Return why the last trace of the root broke, in Dynamo's words."""
+    counts = torch._dynamo.utils.counters["graph_break"]
+    new = [reason for reason in counts if counts[reason] > state.root.graph_breaks[reason]]
+    if not new:
+        return (
+            "none was noted, so Dynamo gave the frame up: after too many recompiles, or an "
+            "exception in the forward (see TORCH_LOGS=recompiles)"
+        )
+    return new[-1].strip().splitlines()[0]

@@ -7,6 +7,7 @@ recompile finds the same buffers. They are in no state_dict.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import weakref
@@ -106,6 +107,12 @@ class RootState:
 
     last_traced: str = ""
     """Name of the group whose forward Dynamo entered last."""
+    graph_breaks: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """Dynamo's counts of graph breaks before it traced that frame."""
+    compile_id: str = ""
+    """Dynamo's name of that frame."""
+    uncaptured: str = ""
+    """What to raise after the eager forward that is running now, if it should have been traced."""
 
 
 @dataclasses.dataclass(eq=False)
