@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fnmatch
 import logging
 from typing import Any
 
@@ -54,6 +55,7 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
     if (compile_id := str(CompileContext.current_compile_id())) != root.compile_id:
         root.compile_id = compile_id
         root.graph_breaks = collections.Counter(torch._dynamo.utils.counters["graph_break"])
+    is_new = False
     for member in state._state_ctx.all_states:
         for group in compat.param_groups(member):
             compiles = member is state or member._training_state == TrainingState.IDLE
@@ -62,9 +64,25 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
                     _refuse_unsupported(member, group)
                 _attach(group, root, config, compiles=compiles)
                 guard.watch(group)
+                is_new = True
         states = tuple(group_state(g) for g in compat.param_groups(member))
         setattr(member, _STATES, states)
+    if is_new:
+        _warn_of_idle_patterns(state, config)
     return root.last_traced
+
+
+def _warn_of_idle_patterns(state: FSDPState, config: LoCoConfig) -> None:
+    groups = [g for s in state._state_ctx.all_states for g in compat.param_groups(s)]
+    names = [p._param_fqn or "" for g in groups for p in g.fsdp_params]
+    for pattern in config.exempt:
+        if not fnmatch.filter(names, pattern):
+            log.warning(
+                "LoCoConfig.exempt pattern %r matches no parameter of this model; its names are "
+                "like %r",
+                pattern,
+                names[0],
+            )
 
 
 def _root_state(root: FSDPState) -> RootState:
