@@ -12,6 +12,7 @@ Eager code and every other backend keep FSDP2's own hooks.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -85,14 +86,17 @@ def _prepare(ctx: Any) -> None:
     backend = compat.backend_of(trace.compiler)
     with compat.errors_reach_the_user():
         name = groups.prepare(state, backend.config_of(trace.compiler))
-    seen: list[tuple[FSDPState, str]] = getattr(trace.output, _BUCKETS, [])
-    setattr(trace.output, _BUCKETS, [*seen, (state, _unique_name(state, name, seen))])
+    seen: list[tuple[weakref.ref[FSDPState], str]] = getattr(trace.output, _BUCKETS, [])
+    entry = (weakref.ref(state), _unique_name(state, name, seen))
+    setattr(trace.output, _BUCKETS, [*seen, entry])  # weak: the OutputGraph may outlive the model
 
 
-def _unique_name(state: FSDPState, name: str, seen: list[tuple[FSDPState, str]]) -> str:
+def _unique_name(
+    state: FSDPState, name: str, seen: list[tuple[weakref.ref[FSDPState], str]]
+) -> str:
     """Return the group's name in this trace: several FSDP roots in it are all named ''."""
     for other, taken in seen:
-        if other is state:
+        if other() is state:
             return taken
     others = sum(taken.partition("#")[0] == name for taken in dict(seen).values())
     return f"{name}#{others + 1}" if others else name

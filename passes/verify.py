@@ -12,7 +12,7 @@ from .plan import Exchange
 
 
 def verify(gm: fx.GraphModule, *, exchanges: Sequence[Exchange]) -> fx.GraphModule:
-    """Raise AssertionError if a marker, a full-size reduce-scatter or a wrong shape is left."""
+    """Raise AssertionError if a marker, a planned reduce-scatter or an unread collective is left."""
     graph = gm.graph
     left = [*find_full_markers(graph), *find_shard_markers(graph)]
     if left:
@@ -30,6 +30,9 @@ def verify(gm: fx.GraphModule, *, exchanges: Sequence[Exchange]) -> fx.GraphModu
     for node in graph.nodes:
         if _is_collective(node) and node not in waited:
             raise AssertionError(f"expected a wait for {node.name}, found none")
+        # Operators only: AOTAutograd's own nodes for random state carry none.
+        if isinstance(node.target, torch._ops.OpOverload) and "val" not in node.meta:
+            raise AssertionError(f"expected node {node.name} to carry meta['val']")
     return gm
 
 
