@@ -12,7 +12,7 @@ from .plan import Exchange
 
 
 def verify(gm: fx.GraphModule, *, exchanges: Sequence[Exchange]) -> fx.GraphModule:
-    """Raise AssertionError if a marker, a planned reduce-scatter or an unread collective is left."""
+    """Raise AssertionError if a marker or a planned reduce-scatter is left, or a wait missing."""
     graph = gm.graph
     left = [*find_full_markers(graph), *find_shard_markers(graph)]
     if left:
