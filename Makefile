@@ -15,7 +15,7 @@ PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pyte
 DEMO_STEPS ?= 300
 DEMO_RANKS ?= 2
 
-.PHONY: setup test lint typecheck tests demo format clean distclean
+.PHONY: setup test lint typecheck tests test-ranks demo format clean distclean
 
 setup: $(STAMP)
 
@@ -45,7 +45,11 @@ typecheck: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	$(PYTEST) tests $(PYTEST_ARGS)
+	$(PYTEST) tests -m "not ranks" $(PYTEST_ARGS)
+
+# Real process groups, and Inductor on every rank: about a quarter of an hour on two cores.
+test-ranks: $(STAMP)
+	$(PYTEST) tests -m ranks --timeout 1200 $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	@mkdir -p build
