@@ -10,12 +10,14 @@ TYPING := build/typing/loco_compile
 # Two test workers, and distributed tests start 2 to 4 ranks each: one thread for each process.
 JOBS ?= 2
 PYTEST_ARGS ?=
-PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+# A class of tests stays on one worker: it starts its ranks once for all of them.
+PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest \
+	-n $(JOBS) --dist loadscope
 
 DEMO_STEPS ?= 300
 DEMO_RANKS ?= 2
 
-.PHONY: setup test lint typecheck tests test-ranks demo format clean distclean
+.PHONY: setup test lint typecheck tests demo format clean distclean
 
 setup: $(STAMP)
 
@@ -45,11 +47,7 @@ typecheck: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	$(PYTEST) tests -m "not ranks" $(PYTEST_ARGS)
-
-# Real process groups, and Inductor on every rank: about a quarter of an hour on two cores.
-test-ranks: $(STAMP)
-	$(PYTEST) tests -m ranks --timeout 1200 $(PYTEST_ARGS)
+	$(PYTEST) tests $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	@mkdir -p build

@@ -14,6 +14,7 @@ from . import compat
 from .config import LoCoConfig
 from .passes.plan import Exchange, fingerprint
 from .passes.verify import collective_order
+from .state import RootState
 
 TIMEOUT = datetime.timedelta(minutes=10)
 """How long a rank waits for the others, which may still be compiling."""
@@ -23,14 +24,20 @@ class PlanMismatchError(RuntimeError):
     """The ranks of a process group would exchange different messages."""
 
 
-def check_plan(gm: fx.GraphModule, exchanges: Sequence[Exchange], config: LoCoConfig) -> None:
+def check_plan(
+    gm: fx.GraphModule,
+    exchanges: Sequence[Exchange],
+    config: LoCoConfig,
+    roots: Sequence[RootState],
+) -> None:
     """Compare the plan of a graph with the other ranks' of each of its process groups.
 
     The plan, and the order of all collectives of the group: a gather more on one rank would pair
     every later collective with the wrong one.
 
-    Uses the groups' stores and no collective: a rank may compile while its peers are inside one. A
-    plan that this rank compared before is not compared again, so a recompile waits for nobody.
+    Uses the groups' stores and no collective: a rank may compile while its peers are inside one.
+    What the FSDP roots in the graph were compared with before is not compared again, so a recompile
+    waits for nobody. `roots`: those roots; the plan is noted on each.
 
     Raises: PlanMismatchError on every rank of the group if any two differ, or when some rank has
             not shown up in time.
@@ -40,23 +47,19 @@ def check_plan(gm: fx.GraphModule, exchanges: Sequence[Exchange], config: LoCoCo
         if dist.get_backend(group) != "fake":
             own = [e for e in exchanges if e.bucket.group_name == group_name]
             order = [row[:-1] for row in collective_order(gm.graph) if row[-1] == group_name]
-            _compare(group, own, order, config)
+            digest = hashlib.sha256(repr(order).encode()).hexdigest()[:16]
+            plan = f"{config.fingerprint()}/{fingerprint(own)}/{digest}"
+            if all((group_name, plan) in root.compared for root in roots):
+                continue
+            facts = {"config": str(config), "parameters": _count(own), "collectives": len(order)}
+            _compare(group, plan, json.dumps({"plan": plan, **facts}))
+            for root in roots:  # only now: after a mismatch the next plan is compared again
+                root.compared.add((group_name, plan))
 
 
-def _compare(
-    group: dist.ProcessGroup,
-    exchanges: Sequence[Exchange],
-    order: Sequence[tuple[str, ...]],
-    config: LoCoConfig,
-) -> None:
+def _compare(group: dist.ProcessGroup, plan: str, mine: str) -> None:
     store, rank, num_ranks = compat.group_store(group), group.rank(), group.size()
-    digest = hashlib.sha256(repr(order).encode()).hexdigest()[:16]
-    plan = f"{config.fingerprint()}/{fingerprint(exchanges)}/{digest}"
-    if store.check([compared := f"loco/compared/{rank}/{plan}"]):
-        return
     turn = store.add(f"loco/turn/{rank}", 1)
-    facts = {"config": str(config), "parameters": _count(exchanges), "collectives": len(order)}
-    mine = json.dumps({"plan": plan, **facts})
     first = store.compare_set(f"loco/{turn}/first", "", mine).decode()
     store.add(f"loco/{turn}/different", int(json.loads(first)["plan"] != plan))
     if store.add(f"loco/{turn}/arrived", 1) == num_ranks:
@@ -75,7 +78,6 @@ def _compare(
             f"{mine}; first rank to compile: {first}. Give every rank the same model and the same "
             "LoCoConfig."
         )
-    store.set(compared, "1")  # only now: after a mismatch the next plan is compared again
 
 
 def _count(exchanges: Sequence[Exchange]) -> int:

@@ -26,7 +26,7 @@ from .passes.pipeline import run as run_passes
 from .passes.plan import Decline, Exchange
 from .passes.remat import remat
 from .passes.reshard import reshard
-from .state import group_state
+from .state import RootState, group_state
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class CompileRecord:
     """What became of one Dynamo graph: filled in as its forward and backward are compiled."""
 
     config: LoCoConfig
+    roots: Sequence[RootState]
+    """Of the FSDP groups in the graph."""
     decisions: dict[str, dict[int, Decline | None]] = dataclasses.field(default_factory=dict)
     """FSDP group -> place of the parameter in it -> why it is not compressed, None if it is."""
     error_addresses: set[int] = dataclasses.field(default_factory=set)
@@ -117,7 +119,7 @@ class LoCoBackend:
             if not owners and _trains_parameters(gm):
                 raise_pending(compat.all_groups())
                 _report_nothing_to_compress(config)
-        record = CompileRecord(config)
+        record = CompileRecord(config, capture.traced_roots())
         compiled = _INNER[config.inner](gm, example_inputs, record)
         return _run_and_record(compiled, record, owners)
 
@@ -199,7 +201,7 @@ def _apply_passes(gm: fx.GraphModule, record: CompileRecord) -> list[int]:
     """Run the passes over a forward or backward graph; return the positions of its error inputs."""
     exchanges = run_passes(gm, record.config)
     if exchanges:
-        agree.check_plan(gm, exchanges, record.config)
+        agree.check_plan(gm, exchanges, record.config, record.roots)
     record.note(exchanges)
     errors = {e for x in exchanges for c in x.compressed for e in c.site.errors}
     return [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in errors]

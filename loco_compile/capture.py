@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.utils import _apply_to_tensors
 
 from . import compat, groups
+from .state import RootState
 
 EAGER_PRE_FORWARD = FSDPState._pre_forward
 EAGER_POST_FORWARD = FSDPState._post_forward
@@ -75,6 +76,14 @@ def _current_bucket() -> str:
         raise AssertionError("expected a running Dynamo trace")
     name: str = getattr(trace.output, _BUCKETS)[-1][1]
     return name
+
+
+def traced_roots() -> list[RootState]:
+    """Return what the FSDP roots share whose groups the running trace has entered."""
+    trace = compat.current_trace()
+    seen = getattr(trace.output, _BUCKETS, []) if trace is not None else []
+    states = [state for ref, _ in seen if (state := ref()) is not None]
+    return list(dict.fromkeys(groups.root_state(state) for state in states))
 
 
 def _prepare(ctx: Any) -> None:

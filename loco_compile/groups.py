@@ -49,7 +49,7 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
     Raises: NotImplementedError that names the module, what it uses and the way out.
     """
     state._lazy_init()
-    root = _root_state(next(s for s in state._state_ctx.all_states if s._is_root))
+    root = root_state(state)
     root.last_traced = _module_name(state)
     # Dynamo traces a frame again after a break: what counts is the state before the first try.
     if (compile_id := str(CompileContext.current_compile_id())) != root.compile_id:
@@ -85,8 +85,9 @@ def _warn_of_idle_patterns(state: FSDPState, config: LoCoConfig) -> None:
             )
 
 
-def _root_state(root: FSDPState) -> RootState:
-    """Return what the groups of a root share; made, with the count of its steps, at first use."""
+def root_state(state: FSDPState) -> RootState:
+    """Return what the groups of an FSDP root share; made, with its count of steps, at first use."""
+    root = next(s for s in state._state_ctx.all_states if s._is_root)
     shared: RootState | None = getattr(root, _ROOT, None)
     if shared is None:
         shared = RootState()

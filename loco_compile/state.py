@@ -113,6 +113,8 @@ class RootState:
     """Dynamo's name of that frame."""
     uncaptured: str = ""
     """What to raise after the eager forward that is running now, if it should have been traced."""
+    compared: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    """Process groups with plans that all their ranks share (`agree`)."""
 
 
 @dataclasses.dataclass(eq=False)

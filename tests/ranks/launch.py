@@ -52,6 +52,13 @@ class RanksTest(MultiProcContinuousTest):
             return mesh["own"]
         return DeviceMesh("cpu", range(num_ranks or cls.world_size))
 
+    @classmethod
+    def _spawn_processes(cls, world_size: int) -> None:
+        # The base class takes what is set already: fork, which autograd refuses, if another test of
+        # this process used the default.
+        torch.multiprocessing.set_start_method("spawn", force=True)
+        super()._spawn_processes(world_size)
+
     def setUp(self) -> None:
         # The base class skips the tests after a failed one. Here all ranks leave a failed test in
         # step, so the next one can run.
