@@ -24,7 +24,7 @@ class TrainConfig:
 
     steps: int = 300
     """Optimizer steps."""
-    batch: int = 4
+    batch: int = 3
     """Windows in one rank's batch."""
     lr: float = 1e-3
     """Highest learning rate: reached after a tenth of the steps, then a cosine down to a tenth."""

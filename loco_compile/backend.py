@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,13 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import agree, capture, compat
 from .config import LoCoConfig
 from .guard import raise_pending, report_uncaptured
+from .passes.find import find_held_markers
 from .passes.pipeline import run as run_passes
 from .passes.plan import Decline, Exchange
 from .passes.remat import remat
@@ -29,6 +32,7 @@ from .passes.reshard import reshard
 from .state import RootState, group_state
 
 log = logging.getLogger(__name__)
+_UNSHARD = torch.ops.loco_compile.unshard
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,6 +46,23 @@ class CompileRecord:
     """FSDP group -> place of the parameter in it -> why it is not compressed, None if it is."""
     error_addresses: set[int] = dataclasses.field(default_factory=set)
     """Where the error buffers are that the graph has run with."""
+
+    switches: WeakKeyDictionary[FSDPParamGroup, tuple[Any, ...]] = dataclasses.field(
+        default_factory=WeakKeyDictionary
+    )
+    """FSDP groups that the graph has run, with what a user may switch for each backward."""
+
+    def check_switches(self) -> None:
+        """Raise RuntimeError if a group was switched after its forward."""
+        for group, before in self.switches.items():
+            if (now := compat.backward_switches(group)) != before:
+                raise RuntimeError(
+                    f"FSDP group {group._module_fqn or '(root)'!r} ran forward with "
+                    f"(reduce_grads, all_reduce_grads, gradient_divide_factor) = {before}, and "
+                    f"backward with {now}. The compiled backward is that of the forward: call "
+                    "set_requires_gradient_sync, set_requires_all_reduce and "
+                    "set_gradient_divide_factor before the forward."
+                )
 
     def note(self, exchanges: Sequence[Exchange]) -> None:
         """Keep what was decided, without the nodes that it was decided on."""
@@ -137,14 +158,35 @@ def _find_owners(gm: fx.GraphModule) -> dict[str, int]:
     """Return for each FSDP group in a Dynamo graph the input that holds its first parameter."""
     inputs = list(gm.graph.find_nodes(op="placeholder"))
     owners: dict[str, int] = {}
-    for node in gm.graph.find_nodes(
-        op="call_function", target=torch.ops.loco_compile.unshard.default
-    ) + gm.graph.find_nodes(op="call_function", target=torch.ops.loco_compile.unshard):
-        source = node.args[0]
-        while isinstance(source, fx.Node) and source.op != "placeholder":
-            source = source.all_input_nodes[0]
-        owners.setdefault(str(node.args[3]), inputs.index(source))
+    for name, parameter in _find_unshards(gm, {n: n for n in inputs}):
+        owners.setdefault(name, inputs.index(parameter))
     return owners
+
+
+def _find_unshards(
+    gm: fx.GraphModule, origins: Mapping[fx.Node, fx.Node]
+) -> Iterator[tuple[str, fx.Node]]:
+    """Yield the group's name and the parameter of each unshard, in checkpointed regions too.
+
+    `origins`: input of `gm` -> input of the outermost graph.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=_UNSHARD.default) + list(
+        gm.graph.find_nodes(op="call_function", target=_UNSHARD)
+    ):
+        yield str(node.args[5]), origins[_input_of(node.args[0])]
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    for node in gm.graph.find_nodes(op="call_function", target=checkpoint):
+        body = getattr(gm, str(node.args[0].target))
+        pairs = zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True)
+        inner = {n: origins[_input_of(outer)] for n, outer in pairs if _input_of(outer) in origins}
+        yield from _find_unshards(body, inner)
+
+
+def _input_of(node: Any) -> Any:
+    """Follow the first inputs of a node up to an input of the graph, or to a constant."""
+    while isinstance(node, fx.Node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _trains_parameters(gm: fx.GraphModule) -> bool:
@@ -185,6 +227,7 @@ def _run_and_record(
             state = group_state(groups[parameter])
             if state is None:
                 continue
+            record.switches[state.fsdp_group] = compat.backward_switches(state.fsdp_group)
             if not state.fsdp_group.is_sharded:  # an eager forward left its full parameters
                 state.fsdp_group.reshard()
             # An evaluation says nothing of gradients: it counts until there is a training step.
@@ -197,36 +240,53 @@ def _run_and_record(
     return run
 
 
-def _apply_passes(gm: fx.GraphModule, record: CompileRecord) -> list[int]:
-    """Run the passes over a forward or backward graph; return the positions of its error inputs."""
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Places of a graph's inputs that autograd does not know to change."""
+
+    errors: tuple[int, ...]
+    held: tuple[int, ...]
+
+
+def _apply_passes(gm: fx.GraphModule, record: CompileRecord) -> _Inputs:
+    """Run the passes over a forward or backward graph."""
+    held = {marker.args[0] for marker in find_held_markers(gm.graph)}
     exchanges = run_passes(gm, record.config)
     if exchanges:
         agree.check_plan(gm, exchanges, record.config, record.roots)
     record.note(exchanges)
     errors = {e for x in exchanges for c in x.compressed for e in c.site.errors}
-    return [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if n in errors]
+    inputs = list(gm.graph.find_nodes(op="placeholder"))
+    return _Inputs(
+        errors=tuple(i for i, n in enumerate(inputs) if n in errors),
+        held=tuple(i for i, n in enumerate(inputs) if n in held),
+    )
 
 
-def _update_errors(compiled: Any, errors: list[int], record: CompileRecord) -> Any:
-    """Let a backward update the error buffers themselves, behind autograd's back.
+def _run_backward(compiled: Any, inputs: _Inputs, record: CompileRecord) -> Any:
+    """Let a backward update the error buffers and use up held gradients, behind autograd's back.
 
     Autograd saved the buffers for backward. Two forwards before one backward save them twice: the
     first backward's update is meant to be seen by the second, so versions are kept. A saved-tensor
     hook that gives back a copy would take the update with it, so that is refused.
 
-    Raises: RuntimeError in the backward if a buffer is not the one that was saved.
+    Raises: RuntimeError in the backward if a buffer is not the one that was saved, or if the
+            settings of a group are not those of its forward.
     """
-    if not errors:
-        return compiled
 
     def run(args: list[Any]) -> Any:
-        buffers = tuple(args[i] for i in errors)
+        record.check_switches()
+        buffers = tuple(args[i] for i in inputs.errors)
         if any(b.data_ptr() not in record.error_addresses for b in buffers):
             raise RuntimeError(
                 "backward got copies of the error feedback buffers, whose update would be lost: "
                 "saved_tensors_hooks (activation offloading, save_on_cpu) are active around the "
                 "forward. Keep the compiled module outside of them."
             )
+        for i in inputs.held:
+            leaf = args[i]
+            args[i] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            leaf.grad = None
         with torch.autograd._unsafe_preserve_version_counter(buffers):
             return compiled(args)
 
@@ -238,8 +298,8 @@ def _compile_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], record: CompileRecord
 ) -> Callable[..., Any]:
     def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        errors = _apply_passes(gm, record)
-        return _update_errors(compile_fx_inner(gm, inputs, **kwargs), errors, record)
+        own = _apply_passes(gm, record)
+        return _run_backward(compile_fx_inner(gm, inputs, **kwargs), own, record)
 
     # A hit in AOTAutogradCache would skip inner_compile. config_patches, unlike a `with` here, also
     # covers the backward, which is compiled later.
@@ -256,8 +316,8 @@ def _compile_with_aot_eager(
     gm: fx.GraphModule, example_inputs: Sequence[Any], record: CompileRecord
 ) -> Callable[..., Any]:
     def compile_graph(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
-        errors = _apply_passes(gm, record)
-        return _update_errors(make_boxed_func(gm), errors, record)
+        own = _apply_passes(gm, record)
+        return _run_backward(make_boxed_func(gm), own, record)
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         _JointPasses()(joint.graph)

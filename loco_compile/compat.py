@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._dynamo.exc import ShortenTraceback
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -20,6 +21,22 @@ def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]
+
+
+def dtensor_spec(fsdp_param: FSDPParam) -> Any:
+    """Return the DTensorSpec that a parameter had before `fully_shard`, None for a plain tensor.
+
+    torch 2.12 and later name it `_unsharded_dtensor_spec`, 2.11 `_tp_spec`.
+    """
+    if not fsdp_param.is_dtensor:
+        return None
+    spec = getattr(fsdp_param, "_unsharded_dtensor_spec", None)
+    return spec or getattr(fsdp_param, "_tp_spec", None)
+
+
+def backward_switches(group: FSDPParamGroup) -> tuple[Any, ...]:
+    """Return what eager FSDP2 reads of a group in backward and a user may set at any time."""
+    return group.reduce_grads, group.all_reduce_grads, group.gradient_divide_factor
 
 
 def resolve_group(name: Any) -> dist.ProcessGroup:
@@ -71,6 +88,21 @@ def current_trace() -> Tracing | None:
     except (AttributeError, IndexError):
         return None
     return Tracing(output, output.compiler_fn)
+
+
+def set_side_effects_in_region(*, allowed: bool) -> None:
+    """Set whether the running trace may change outer state inside a higher-order operator.
+
+    Dynamo does so around FSDP2's own hooks in a checkpointed region; turned off, the value from
+    before is back. Private in every version so far.
+    """
+    trace = current_trace()
+    if trace is None:
+        raise AssertionError("expected a running Dynamo trace")
+    tracer = trace.output.current_tracer
+    if allowed:
+        tracer.loco_side_effects = tracer.allow_side_effects_in_hop
+    tracer.allow_side_effects_in_hop = allowed or tracer.loco_side_effects
 
 
 @contextlib.contextmanager

@@ -96,6 +96,11 @@ def root_state(state: FSDPState) -> RootState:
     return shared
 
 
+def shared_by_modules(state: FSDPState) -> list[FSDPState]:
+    """Return the states of a root that several modules share: `fully_shard([a, b, ...])`."""
+    return [s for s in state._state_ctx.all_states if len(s._modules) > 1]
+
+
 def states_of(state: FSDPState) -> tuple[GroupState, ...]:
     """Return what `prepare` attached to the groups of an FSDP state. Traced by Dynamo."""
     states: tuple[GroupState, ...] = getattr(state, _STATES)
@@ -105,10 +110,12 @@ def states_of(state: FSDPState) -> tuple[GroupState, ...]:
 def settings(group: FSDPParamGroup) -> tuple[Any, ...]:
     """Return the settings of a group that a user may change after the first step."""
     return (
-        group.reduce_grads,
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
         getattr(group.post_forward_mesh_info, "shard_mesh_size", 0),
+        type(group._all_gather_comm).__name__,
+        type(group._reduce_scatter_comm).__name__,
+        group._all_reduce_hook is None,
     )
 
 
@@ -117,6 +124,9 @@ def _is_stale(group: FSDPParamGroup, config: LoCoConfig, *, compiles: bool) -> b
     if state is None or state.config != config or state.settings != settings(group):
         return True
     if compiles and not state.compiles:
+        return True
+    trained = [p for p in state.parameters if p.requires_grad]
+    if any(_leaves_to_make(group, p.held, p.held_shard) for p in trained):
         return True
     return any(
         p.fsdp_param.sharded_param.requires_grad != p.requires_grad for p in state.parameters
@@ -134,15 +144,9 @@ def _refuse_unsupported(state: FSDPState, group: FSDPParamGroup) -> None:
     mesh = group.mesh_info
     reasons = {
         "CPUOffloadPolicy": any(p.offload_to_cpu for p in group.fsdp_params),
-        "fully_shard([a, b, ...]) over several modules": len(state._modules) > 1,
-        "a 2-D (HSDP) mesh": isinstance(mesh, HSDPMeshInfo),
+        "dp_mesh_dims (SPMD DTensors)": getattr(mesh, "is_spmd_mesh", False),
         "a replicate-only mesh": not isinstance(mesh, FSDPMeshInfo),
-        "parameters that are DTensors already (TP, EP)": any(
-            p.is_dtensor for p in group.fsdp_params
-        ),
-        "a placement other than Shard(0)": any(p.fsdp_placement.dim for p in group.fsdp_params),
         "fsdp_pre_all_gather tensor extensions": any(_has_extension(p) for p in group.fsdp_params),
-        "set_requires_gradient_sync(False)": not group.reduce_grads,
         "an all-reduce hook": group._all_reduce_hook is not None,
         "a custom all-gather": type(group._all_gather_comm).__name__ != "DefaultAllGather",
         "a custom reduce-scatter": type(group._reduce_scatter_comm).__name__
@@ -195,15 +199,26 @@ def _parameter_state(
         name=name,
         shape=spec.full_shape,
         grad_dtype=getattr(torch, (spec.reduce_dtype or spec.param_dtype).removeprefix("torch.")),
-        num_ranks=spec.num_ranks,
+        num_ranks=spec.num_ranks if spec.num_replicas == 1 else spec.num_replicas,
         requires_grad=requires_grad,
     )
+    held, held_shard = (before.held, before.held_shard) if before is not None else (None, None)
+    shard_numel = fsdp_param.padded_sharded_param_size.numel()
+    if requires_grad:
+        missing = _leaves_to_make(group, held, held_shard)
+        if "held" in missing:
+            held = _make_leaf(facts.shape, facts.grad_dtype, group.device)
+        if "held_shard" in missing:
+            held_shard = _make_leaf((shard_numel,), facts.grad_dtype, group.device)
     decline = reason or decide(facts, config)
     layout, recipe, error = None, None, []
     if decline is None:
         recipe = config.arithmetic()
-        chunk_numel = fsdp_param.padded_sharded_param_size.numel()
-        layout = layout_of(spec.num_ranks, chunk_numel, recipe)
+        # Within a replica, or between replicas where there are any.
+        chunk_numel = shard_numel
+        if spec.num_replicas > 1:
+            chunk_numel = -(-shard_numel // spec.num_replicas)
+        layout = layout_of(facts.num_ranks, chunk_numel, recipe)
         error = _error(layout, recipe, group.device, before)
     later = _dump(spec, decline)
     num_steps = before.num_steps if before is not None else 0
@@ -214,6 +229,11 @@ def _parameter_state(
         config=config,
         spec=_dump(spec, Decline.START) if waits else later,
         later_spec=later,
+        dtensor_spec=compat.dtensor_spec(fsdp_param),
+        hold_spec=dataclasses.replace(spec, gradient="hold").dump(),
+        hold_shard_spec=dataclasses.replace(spec, gradient="hold_shard").dump(),
+        held=held,
+        held_shard=held_shard,
         decline=decline,
         requires_grad=requires_grad,
         layout=layout,
@@ -221,6 +241,22 @@ def _parameter_state(
         error=error,
         num_steps=num_steps,
     )
+
+
+def _leaves_to_make(group: FSDPParamGroup, held: Any, held_shard: Any) -> list[str]:
+    """Name the leaves that the group's switches ask for and a parameter does not have yet."""
+    holds_shard = group.reduce_grads and not group.all_reduce_grads
+    holds_shard = holds_shard and isinstance(group.mesh_info, HSDPMeshInfo)
+    wanted = {"held": not group.reduce_grads and held is None}
+    wanted["held_shard"] = holds_shard and held_shard is None
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def _make_leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a leaf without memory: autograd adds up gradients in its `.grad`."""
+    leaf = torch.empty(shape, dtype=dtype, device=device)
+    leaf.untyped_storage().resize_(0)
+    return leaf.requires_grad_()
 
 
 def _error(layout: Any, recipe: Any, device: torch.device, before: ParameterState | None) -> Any:
@@ -245,12 +281,21 @@ def _spec(group: FSDPParamGroup, fsdp_param: FSDPParam, index: int) -> Spec:
     gather_group = mesh.shard_process_group
     reduce_group = getattr(mesh, "reduce_scatter_process_group", None) or gather_group
     dtype = fsdp_param.param_dtype or fsdp_param.orig_dtype
+    replicas, replicate_group = 1, ""
+    if isinstance(mesh, HSDPMeshInfo):
+        replicas, replicate_group = (
+            mesh.replicate_mesh_size,
+            mesh.replicate_process_group.group_name,
+        )
     return Spec(
         full_shape=tuple(fsdp_param._orig_size),
+        shard_dim=fsdp_param.fsdp_placement.dim,
         padded_rows=fsdp_param.padded_sharded_param_size[0],
         num_ranks=mesh.shard_mesh_size,
         gather_group=gather_group.group_name,
         reduce_group=reduce_group.group_name,
+        num_replicas=replicas,
+        replicate_group=replicate_group,
         param_dtype=str(dtype),
         reduce_dtype=str(group._reduce_dtype) if group._reduce_dtype else "",
         divide_factor=group.gradient_divide_factor,
@@ -259,6 +304,7 @@ def _spec(group: FSDPParamGroup, fsdp_param: FSDPParam, index: int) -> Spec:
             bucket="",
             name=_relative_name(group, fsdp_param),
             index=index,
+            num_replicas=replicas,
             regathers=group.post_forward_mesh_info is not None,
             **_smaller_mesh(group, mesh),
         ),

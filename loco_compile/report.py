@@ -112,7 +112,7 @@ def _row(name: str, state: GroupState, fate: Decline | None, members: list[Param
     compressed = message_bytes(layouts) * (layouts[0].num_ranks - 1) if layouts else 0
     return Row(
         name=name or "(root)",
-        parameters=tuple(m.name_in(name) for m in members),
+        parameters=tuple(state.name_in(name, m) for m in members),
         numel=sum(m.numel() for m in members),
         dtype=members[0].grad_dtype().removeprefix("torch."),
         method=state.config.method if fate is None else "none",

@@ -46,6 +46,12 @@ class ParameterState:
     """JSON of the Spec that the trace uses now."""
     later_spec: str
     """JSON of the Spec from `start_step` on; equal to `spec` when there is nothing to wait for."""
+    dtensor_spec: Any
+    """Mesh and placements of a parameter that was a DTensor before `fully_shard` (TP, EP)."""
+    hold_spec: str
+    """JSON of the Spec while `set_requires_gradient_sync(False)` holds."""
+    hold_shard_spec: str
+    """JSON of the Spec while `set_requires_all_reduce(False)` does."""
     decline: Decline | None
     """Why the parameter is sent uncompressed, None if it is compressed (from `start_step` on)."""
     requires_grad: bool
@@ -57,6 +63,11 @@ class ParameterState:
     error: list[Tensor]
     """P planes (W, B, H) int8, then the block scales (W, B, slots) bfloat16 if the recipe has
     them, each scale once for every slot."""
+    held: Tensor | None = None
+    """A leaf of the full shape and no memory, in the dtype of the reduction: its `.grad` is the sum
+    of the gradients that were not reduced. None as long as every gradient was."""
+    held_shard: Tensor | None = None
+    """The same for gradients that were reduced within a replica only: one shard (N,)."""
     num_steps: int = 0
     """Optimizer steps taken with this parameter."""
 
@@ -74,11 +85,6 @@ class ParameterState:
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.error)):
             for tensor in self.error:
                 tensor.zero_()
-
-    def name_in(self, module_name: str) -> str:
-        """Return the parameter's name in a model where its group's module has this name."""
-        relative = Spec.load(self.spec).tag.name
-        return f"{module_name}.{relative}" if module_name else relative
 
     def numel(self) -> int:
         """Elements of the full parameter."""
@@ -137,6 +143,13 @@ class GroupState:
     """Name of the group in that graph: the first block's, if the graph serves many."""
     ran_eagerly: bool = False
     """Whether FSDP2's own hooks have run the group, outside any compiled graph, with gradients."""
+
+    def name_in(self, module_name: str, parameter: ParameterState) -> str:
+        """Return a parameter's name in a model where the group's first module has this name."""
+        prefix = module_name.removesuffix(self.name.split(", ")[0])
+        if prefix and not self.name:
+            prefix += "."
+        return prefix + parameter.name
 
     def error_addresses(self) -> set[int]:
         """Return where the error buffers of the group are."""
@@ -276,5 +289,5 @@ def error_state(model: nn.Module) -> ErrorState:
         state = group_state(group)
         for parameter in state.parameters if state is not None else []:
             if parameter.error:
-                parameters[parameter.name_in(name)] = parameter
+                parameters[state.name_in(name, parameter)] = parameter
     return ErrorState(parameters)

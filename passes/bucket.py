@@ -19,9 +19,14 @@ class Bucket:
     sites: tuple[Site, ...]
 
     @property
-    def last_scatter(self) -> Site:
+    def last(self) -> Site:
         """The site whose reduce-scatter comes last in the graph: all gradients exist there."""
-        return max(self.sites, key=lambda s: s.scatter)
+        return max(self.sites, key=lambda s: s.collective)
+
+    @property
+    def kind(self) -> str:
+        """Kind of its collectives."""
+        return self.sites[0].kind
 
     @property
     def num_ranks(self) -> int:
@@ -40,20 +45,20 @@ class Bucket:
 
 
 def bucket_sites(sites: Sequence[Site]) -> list[Bucket]:
-    """Group sites by FSDP group, process group, reduction and dtype.
+    """Group sites by FSDP group, kind, process group, reduction and dtype.
 
     A site without a tag travels alone. A parameter that occurs twice (a module called twice) opens
     a second bucket: its second exchange must see the error that the first one left.
     """
-    buckets: dict[tuple[str, str, str, torch.dtype, int], list[Site]] = {}
-    seen: dict[tuple[str, str], int] = {}
+    buckets: dict[tuple[str, str, str, str, torch.dtype, int], list[Site]] = {}
+    seen: dict[tuple[str, str, str], int] = {}
     for site in sites:
         name, turn = site.name, 0
         if site.tag is not None:
             name = site.tag.bucket
-            turn = seen.get((name, site.tag.name), 0)
-            seen[name, site.tag.name] = turn + 1
-        key = (name, site.group_name, site.op, site.val.dtype, turn)
+            turn = seen.get((name, site.kind, site.tag.name), 0)
+            seen[name, site.kind, site.tag.name] = turn + 1
+        key = (name, site.kind, site.group_name, site.op, site.val.dtype, turn)
         buckets.setdefault(key, []).append(site)
     return [
         Bucket(name=key[0], sites=tuple(sorted(members, key=lambda s: s.tag.index if s.tag else 0)))

@@ -1,6 +1,7 @@
-"""Find the reduce-scatters and the all-gathers of a graph. Reads only.
+"""Find the gradient reductions and the all-gathers of a graph. Reads only.
 
 grad -> reduce_scatter_tensor -> wait_tensor [-> mark_shard] [-> cast]     is a Site
+grad -> all_reduce -> wait_tensor -> mark_shard [-> cast]                  is a Site, too
 shard -> all_gather_into_tensor -> wait_tensor -> view ... -> mark_full    is a Gather
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -26,15 +27,11 @@ VIEWS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Site:
-    """One reduce-scatter in a graph."""
+    """One reduction of a gradient in a graph: a reduce-scatter, or an all-reduce over replicas."""
 
-    grad: fx.Node
-    """Flat input (W * N,): what autograd left, cast and padded as the front end asked."""
-    source: fx.Node
-    """What autograd left: the gradient in its own dtype, before exact casts and padding. Its flat
-    order is that of `grad`, of which it may miss the padding at the end."""
-    scatter: fx.Node
-    """The `reduce_scatter_tensor` node."""
+    kind: Literal["reduce_scatter", "all_reduce"]
+    collective: fx.Node
+    """The `reduce_scatter_tensor` or `all_reduce` node."""
     wait: fx.Node
     """Its `wait_tensor`."""
     shard: fx.Node
@@ -51,23 +48,36 @@ class Site:
     """Nodes of the error planes and scales bound to the site, in the order of `Error`."""
     tag: Tag | None
     """What capture said of the parameter; None in graphs of other front ends."""
+    val: torch.Tensor
+    """Fake tensor of `grad`."""
+
+    @property
+    def grad(self) -> fx.Node:
+        """Flat input: what autograd left, cast and padded as the front end asked.
+
+        (W * N,), and for an all-reduce W * N elements or fewer.
+        """
+        return _node(self.collective.args[0])
+
+    @property
+    def source(self) -> fx.Node:
+        """What autograd left: the gradient in its own dtype, before exact casts and padding.
+
+        Its flat order is that of `grad`, of which it may miss the padding at the end.
+        """
+        return _find_source(self.grad)
 
     @property
     def name(self) -> str:
         """Name for messages and reports."""
         if self.tag is None:
-            return self.scatter.name
+            return self.collective.name
         return f"{self.tag.bucket}.{self.tag.name}" if self.tag.bucket else self.tag.name
 
     @property
-    def val(self) -> torch.Tensor:
-        """Fake tensor of `grad`."""
-        return value(self.grad)
-
-    @property
     def chunk_numel(self) -> int:
-        """N, elements of this rank's shard."""
-        return self.val.numel() // self.num_ranks
+        """N, elements of this rank's chunk: its shard, or its part of an all-reduce."""
+        return -(-self.val.numel() // self.num_ranks)
 
     @property
     def out(self) -> fx.Node:
@@ -102,16 +112,32 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def find_sites(graph: fx.Graph) -> list[Site]:
-    """Return every reduce-scatter that has a wait, in graph order."""
+    """Return every reduce-scatter, and every marked all-reduce, that has a wait; in graph order.
+
+    An all-reduce without a marker may reduce anything, activations under tensor parallelism say.
+    """
     sites = []
     for scatter in _calls(graph, c10d.reduce_scatter_tensor.default):
+        _, op, num_ranks, group_name = _arguments(scatter, 4)
         for wait in _users(scatter, c10d.wait_tensor.default):
-            sites.append(_site(scatter, wait))
-    return sites
+            sites.append(_site("reduce_scatter", wait, op, num_ranks, group_name))
+    for reduce in _calls(graph, c10d.all_reduce.default):
+        _, op, group_name = _arguments(reduce, 3)
+        for wait in _users(reduce, c10d.wait_tensor.default):
+            for marker in _users(wait, torch.ops.loco_compile.mark_shard.default):
+                num_ranks = Tag.load(str(marker.args[2])).num_replicas
+                sites.append(_site("all_reduce", wait, op, num_ranks, group_name))
+    return sorted(sites, key=lambda s: s.collective)
 
 
-def _site(scatter: fx.Node, wait: fx.Node) -> Site:
-    grad, op, num_ranks, group_name = scatter.args
+def _site(
+    kind: Literal["reduce_scatter", "all_reduce"],
+    wait: fx.Node,
+    op: Any,
+    num_ranks: Any,
+    group_name: Any,
+) -> Site:
+    collective = _node(wait.args[0])
     markers = _users(wait, torch.ops.loco_compile.mark_shard.default)
     shard, errors, tag = wait, (), None
     if markers:
@@ -121,17 +147,17 @@ def _site(scatter: fx.Node, wait: fx.Node) -> Site:
     users = list(shard.users)
     cast = users[0] if len(users) == 1 and users[0].target in CASTS else None
     return Site(
-        grad=_node(grad),
-        source=_find_source(_node(grad)),
-        scatter=scatter,
+        kind=kind,
+        collective=collective,
         wait=wait,
         shard=shard,
         cast=cast,
         op=str(op),
-        num_ranks=int(num_ranks),  # type: ignore[arg-type]  # fx types every argument alike
+        num_ranks=int(num_ranks),
         group_name=str(group_name),
         errors=errors,
         tag=tag,
+        val=value(_node(collective.args[0])),
     )
 
 
@@ -192,6 +218,11 @@ def find_full_markers(graph: fx.Graph) -> list[fx.Node]:
 def find_shard_markers(graph: fx.Graph) -> list[fx.Node]:
     """Return the `mark_shard` nodes, in graph order."""
     return _calls(graph, torch.ops.loco_compile.mark_shard.default)
+
+
+def find_held_markers(graph: fx.Graph) -> list[fx.Node]:
+    """Return the `mark_held` nodes, in graph order."""
+    return _calls(graph, torch.ops.loco_compile.mark_held.default)
 
 
 def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:

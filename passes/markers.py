@@ -2,6 +2,8 @@
 
     shard -> all_gather -> wait -> view -> mark_full -> use of the full parameter
     gradient -> reduce_scatter -> wait -> mark_shard(error) -> the parameter's gradient
+    shard of the gradient -> all_reduce -> wait -> mark_shard(error) -> the same, over replicas
+    gradients of earlier backwards -> mark_held -> added to this backward's gradient
 
 A collective in a graph says nothing about the FSDP group or the parameter that it serves, nor which
 error buffers belong to it. The markers do, in a form that survives AOTAutograd's tracing and
@@ -35,6 +37,8 @@ class Tag:
     """This rank's place in that mesh."""
     smaller_group: str = ""
     """Its process group."""
+    num_replicas: int = 1
+    """Ranks that an all-reduce of this gradient runs over."""
     plain: str = ""
     """Why the gradient goes out uncompressed; empty if it is compressed."""
 
@@ -72,3 +76,17 @@ def mark_shard(shard: Tensor, error: list[Tensor], tag: str) -> Tensor:
 @mark_shard.register_fake
 def _(shard: Tensor, error: list[Tensor], tag: str) -> Tensor:
     return torch.empty_like(shard)
+
+
+@torch.library.custom_op("loco_compile::mark_held", mutates_args=())
+def mark_held(held: Tensor) -> Tensor:
+    """Mark a leaf whose `.grad` takes its place when the graph runs. Returns a copy, as the others.
+
+    The leaf has a full parameter's shape and no memory.
+    """
+    return held.clone()
+
+
+@mark_held.register_fake
+def _(held: Tensor) -> Tensor:
+    return torch.empty_like(held)

@@ -10,7 +10,7 @@ from torch import fx
 from loco_compile.config import LoCoConfig
 
 from .bucket import bucket_sites
-from .find import find_shard_markers, find_sites
+from .find import find_held_markers, find_shard_markers, find_sites
 from .gather import gather
 from .plan import Exchange, plan
 from .rewrite import rewrite
@@ -19,7 +19,7 @@ from .verify import verify
 log = logging.getLogger(__name__)
 
 ORDER = ("find", "bucket", "plan", "rewrite", "gather", "verify")
-"""Passes over a forward or backward graph; `remat` runs before them, on the joint graph."""
+"""Passes over a forward or backward graph; `reshard` and `remat` run before, on the joint graph."""
 
 
 def run(gm: fx.GraphModule, config: LoCoConfig) -> list[Exchange]:
@@ -27,7 +27,7 @@ def run(gm: fx.GraphModule, config: LoCoConfig) -> list[Exchange]:
     _trace("loco_before", gm)
     exchanges = plan(bucket_sites(find_sites(gm.graph)), config)
     rewrite(gm, exchanges=exchanges)
-    _drop_shard_markers(gm)
+    _drop_markers(gm)
     gather(gm)
     verify(gm, exchanges=exchanges)
     if exchanges:
@@ -38,9 +38,9 @@ def run(gm: fx.GraphModule, config: LoCoConfig) -> list[Exchange]:
     return exchanges
 
 
-def _drop_shard_markers(gm: fx.GraphModule) -> None:
-    """Remove the markers of sites that stay as they were."""
-    markers = find_shard_markers(gm.graph)
+def _drop_markers(gm: fx.GraphModule) -> None:
+    """Remove the markers of sites that stay as they were, and those of held gradients."""
+    markers = find_shard_markers(gm.graph) + find_held_markers(gm.graph)
     for marker in markers:
         marker.replace_all_uses_with(marker.args[0])  # type: ignore[arg-type]  # a node, by schema
         gm.graph.erase_node(marker)

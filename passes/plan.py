@@ -33,6 +33,7 @@ class Decline(str, enum.Enum):
     SMALL = "fewer elements than min_numel"
     DTYPE = "gradient dtype is not float32, bfloat16 or float16"
     START = "before start_step"
+    INSIDE_REPLICA = "inside a replica (HSDP): the all-reduce between replicas is compressed"
     REDUCTION = "reduction is neither avg nor sum"
     NO_STATE = "no error buffers are bound to this reduce-scatter"
     NOT_COMPILED = "runs outside every compiled region"
@@ -148,7 +149,7 @@ def fingerprint(exchanges: Sequence[Exchange]) -> str:
     """
     rows = [
         [
-            [e.bucket.name, e.bucket.op, e.bucket.num_ranks],
+            [e.bucket.name, e.bucket.kind, e.bucket.op, e.bucket.num_ranks],
             [
                 [c.site.name, c.site.chunk_numel, str(c.site.val.dtype), str(c.decline)]
                 + ([dataclasses.asdict(c.recipe)] if c.recipe else [])

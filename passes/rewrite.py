@@ -1,4 +1,4 @@
-r"""Replace each planned reduce-scatter by compress -> all-to-all -> decompress-and-average.
+r"""Replace each planned reduction by compress -> all-to-all -> decompress-and-average.
 
     grad -> reduce_scatter -> wait -> shard
 becomes, once for all compressed parameters of a bucket,
@@ -7,7 +7,10 @@ becomes, once for all compressed parameters of a bucket,
 and the parameters of the bucket that stay uncompressed share
     grads -> concatenated rank chunks -> reduce_scatter -> wait -> shards
 
-The launch half stands where the bucket's last reduce-scatter stood, the finish half where its wait
+An all-reduce is a reduce-scatter followed by an all-gather. The same compress, all-to-all and
+decompress do its first half; the gather of the means follows uncompressed.
+
+The launch half stands where the bucket's last reduction stood, the finish half where its wait
 stood.
 """
 
@@ -50,13 +53,13 @@ def rewrite(gm: fx.GraphModule, *, exchanges: Sequence[Exchange]) -> fx.GraphMod
 
 
 def _last(choices: Sequence[Choice]) -> Choice:
-    return max(choices, key=lambda c: c.site.scatter)
+    return max(choices, key=lambda c: c.site.collective)
 
 
 def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> None:
     choices = exchange.compressed
     first = choices[0].site
-    parts = [Part(c.layout, _recipe(c), value(c.site.out).dtype) for c in choices]
+    parts = [Part(c.layout, _recipe(c), _result_dtype(c)) for c in choices]
     grads = [c.site.source for c in choices]
     error_inputs = [e for c in choices for e in c.site.errors]
     errors = [latest.get(e, e) for e in error_inputs]
@@ -70,10 +73,13 @@ def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> 
     def finish(sent: Tensor) -> tuple[Tensor, ...]:
         received = c10d.wait_tensor(sent).reshape(first.num_ranks, -1)
         divisor = float(first.num_ranks) if first.op == "avg" else 1.0
-        return tuple(unpack_mean(received, parts, divisor=divisor))
+        means = unpack_mean(received, parts, divisor=divisor)
+        if first.kind == "all_reduce":
+            means = _gather_means(means, choices)
+        return tuple(means)
 
     last = _last(choices).site
-    sent, *new_errors = splice(launch, [*grads, *errors], before=last.scatter)
+    sent, *new_errors = splice(launch, [*grads, *errors], before=last.collective)
     shards = splice(finish, [sent], before=last.wait)
     latest.update(zip(error_inputs, new_errors, strict=True))
     for choice, shard in zip(choices, shards, strict=True):
@@ -82,11 +88,38 @@ def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> 
         _erase(choice)
 
 
+def _result_dtype(choice: Choice) -> torch.dtype:
+    """Return the dtype of the mean: what it is cast to, unless that makes a gather longer."""
+    before, after = value(choice.site.grad).dtype, value(choice.site.out).dtype
+    if choice.site.kind == "all_reduce" and before.itemsize < after.itemsize:
+        return before
+    return after
+
+
+def _gather_means(means: Sequence[Tensor], choices: Sequence[Choice]) -> list[Tensor]:
+    """Return the whole of each all-reduced tensor from each rank's chunk (N,) of it."""
+    first = choices[0].site
+    flat = torch.cat(list(means))
+    flat = c10d.wait_tensor(c10d.all_gather_into_tensor(flat, first.num_ranks, first.group_name))
+    chunks = flat.reshape(first.num_ranks, -1).split([m.numel() for m in means], dim=1)
+    sizes = [value(c.site.grad).numel() for c in choices]
+    dtypes = [value(c.site.out).dtype for c in choices]
+    return [
+        chunk.reshape(-1)[:size].to(dtype)
+        for chunk, size, dtype in zip(chunks, sizes, dtypes, strict=True)
+    ]
+
+
 def _exchange_plain(choices: Sequence[Choice]) -> None:
     first = choices[0].site
     sizes = [c.site.chunk_numel for c in choices]
+    if first.kind == "all_reduce":
+        sizes = [value(c.site.grad).numel() for c in choices]
 
     def launch(*grads: Tensor) -> tuple[Tensor, ...]:
+        if first.kind == "all_reduce":
+            flat = torch.cat(list(grads))
+            return (c10d.all_reduce(flat, first.op, first.group_name),)
         chunks = [g.reshape(first.num_ranks, -1) for g in grads]
         flat = torch.cat(chunks, dim=1).reshape(-1)
         out = c10d.reduce_scatter_tensor(flat, first.op, first.num_ranks, first.group_name)
@@ -96,7 +129,7 @@ def _exchange_plain(choices: Sequence[Choice]) -> None:
         return tuple(c10d.wait_tensor(scattered).split(sizes))
 
     last = _last(choices).site
-    (scattered,) = splice(launch, [c.site.grad for c in choices], before=last.scatter)
+    (scattered,) = splice(launch, [c.site.grad for c in choices], before=last.collective)
     shards = splice(finish, [scattered], before=last.wait)
     for choice, shard in zip(choices, shards, strict=True):
         choice.site.shard.replace_all_uses_with(shard)
@@ -113,11 +146,12 @@ def _recipe(choice: Choice) -> Any:
 def _erase(choice: Choice) -> None:
     """Erase the old nodes, users first. Waits count as side effects: nothing else removes them."""
     site = choice.site
-    for node in dict.fromkeys((site.cast, site.shard, site.wait, site.scatter)):
-        if node is not None and not node.users:
-            node.graph.erase_node(node)
-    node = site.grad  # casts and padding between it and the source may have no use any more
-    while node is not site.source and not node.users:
+    node, source = site.grad, site.source
+    for old in dict.fromkeys((site.cast, site.shard, site.wait, site.collective)):
+        if old is not None and not old.users:
+            old.graph.erase_node(old)
+    # Casts and padding between the gradient and its source may have no use any more.
+    while node is not source and not node.users:
         before = node.all_input_nodes[0]
         node.graph.erase_node(node)
         node = before

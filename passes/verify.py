@@ -20,7 +20,7 @@ def verify(gm: fx.GraphModule, *, exchanges: Sequence[Exchange]) -> fx.GraphModu
     alive = set(graph.nodes)
     for exchange in exchanges:
         for choice in exchange.compressed:
-            if choice.site.scatter in alive:
+            if choice.site.collective in alive:
                 raise AssertionError(
                     f"expected {choice.site.name} to be rewritten, it is still there"
                 )
@@ -40,6 +40,7 @@ def _is_collective(node: fx.Node) -> bool:
     return node.target in (
         c10d.all_to_all_single.default,
         c10d.reduce_scatter_tensor.default,
+        c10d.all_reduce.default,
         c10d.all_gather_into_tensor.default,
     )
 

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from loco_compile import LoCoBackend, LoCoConfig, UncapturedError, capture, error_state, explain
 from tests.graphs import Stack, fake_group, recorded, shard
@@ -70,28 +67,10 @@ def offloaded() -> nn.Module:
     return shard(Stack(num_blocks=1), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-def on_columns() -> nn.Module:
-    return shard(
-        Stack(num_blocks=1), shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None
-    )
-
-
-def two_modules_in_one_group() -> nn.Module:
-    model = Stack(num_blocks=2)
-    fully_shard([model.blocks[0], model.blocks[1]])
-    return fully_shard(model)
-
-
 def with_extension() -> nn.Module:
     model = Stack(num_blocks=1)
     model.blocks[0].up.weight = nn.Parameter(Extension(torch.randn(128, 64)))
     return shard(model)
-
-
-def without_sync() -> nn.Module:
-    model = shard(Stack(num_blocks=1))
-    model.set_requires_gradient_sync(False)
-    return model
 
 
 def with_all_reduce_hook() -> nn.Module:
@@ -122,31 +101,14 @@ def with_custom_all_gather() -> nn.Module:
     return model
 
 
-def hybrid() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return shard(Stack(num_blocks=1), mesh=mesh)
-
-
-def tensor_parallel() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = Stack(num_blocks=1)
-    parallelize_module(model.blocks[0], mesh["tensor"], {"up": ColwiseParallel()})
-    return shard(model, mesh=mesh["data"])
-
-
 @pytest.mark.parametrize(
     ("build", "module", "feature"),
     [
         (offloaded, "the root module", "CPUOffloadPolicy"),
-        (on_columns, "the root module", "a placement other than Shard(0)"),
-        (two_modules_in_one_group, "blocks.0, blocks.1", "fully_shard([a, b, ...])"),
         (with_extension, "blocks.0", "fsdp_pre_all_gather tensor extensions"),
-        (without_sync, "the root module", "set_requires_gradient_sync(False)"),
         (with_all_reduce_hook, "the root module", "an all-reduce hook"),
         (with_custom_reduce_scatter, "the root module", "a custom reduce-scatter"),
         (with_custom_all_gather, "blocks.0", "a custom all-gather"),
-        (hybrid, "the root module", "a 2-D (HSDP) mesh"),
-        (tensor_parallel, "blocks.0", "parameters that are DTensors already (TP, EP)"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -162,11 +124,10 @@ def test_a_feature_switched_on_later_is_refused_then(two_ranks: None) -> None:
     model = shard(Stack(num_blocks=1))
     compiled, x = torch.compile(model, backend=BACKEND), torch.randn(4, 64)
     compiled(x).sum().backward()
-    model.set_requires_gradient_sync(False)
-    with pytest.raises(NotImplementedError, match="set_requires_gradient_sync"):
+    model.set_custom_reduce_scatter(Custom())
+    model.set_gradient_divide_factor(3.0)  # a new trace
+    with pytest.raises(NotImplementedError, match="a custom reduce-scatter"):
         compiled(x).sum().backward()
-    model.set_requires_gradient_sync(True)
-    compiled(x).sum().backward()
 
 
 # --- hooks that escape the graph

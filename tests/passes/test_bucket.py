@@ -41,7 +41,7 @@ def test_members_lie_in_the_order_of_the_group_not_of_the_graph() -> None:
     specs = [Grad(name=n, index=i) for i, n in [(2, "c"), (0, "a"), (1, "b")]]
     (bucket,) = buckets_of(specs)
     assert [s.tag.name for s in bucket.sites] == ["a", "b", "c"]
-    assert bucket.last_scatter.tag.name == "b"
+    assert bucket.last.tag.name == "b"
     assert (bucket.num_ranks, bucket.op) == (2, "avg")
     assert bucket.group_name == torch.distributed.group.WORLD.group_name
 

@@ -108,7 +108,7 @@ def test_a_marked_site_has_what_the_marker_says() -> None:
     assert site.shard.target is torch.ops.loco_compile.mark_shard.default
     assert site.cast is not None
     assert site.out is site.cast
-    assert (site.scatter.target, site.wait.target) == (RS, WAIT)
+    assert (site.collective.target, site.wait.target) == (RS, WAIT)
     assert site.val.numel() == 34 * 96
 
 
@@ -122,7 +122,7 @@ def test_an_unmarked_site_ends_at_its_wait() -> None:
     assert site.tag is None
     assert site.errors == ()
     assert site.shard is site.wait is site.out
-    assert site.name == site.scatter.name
+    assert site.name == site.collective.name
 
 
 def test_a_cast_with_company_is_no_part_of_the_site() -> None:
@@ -137,7 +137,7 @@ def test_a_cast_with_company_is_no_part_of_the_site() -> None:
 def test_every_reduce_scatter_is_found_in_graph_order() -> None:
     specs = [Grad(bucket=str(i), is_marked=i % 2 == 0) for i in range(4)]
     graph = trace(specs, PLAIN).gm.graph
-    assert [s.scatter for s in find_sites(graph)] == [n for n in graph.nodes if n.target is RS]
+    assert [s.collective for s in find_sites(graph)] == [n for n in graph.nodes if n.target is RS]
 
 
 def test_gathers_are_found_through_views() -> None:

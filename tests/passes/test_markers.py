@@ -19,6 +19,7 @@ TAG = Tag(
     smaller_ranks=2,
     smaller_rank=1,
     smaller_group="7",
+    num_replicas=2,
     plain="has one dimension (exempt_1d)",
 )
 

@@ -50,7 +50,7 @@ def test_a_reduce_scatter_that_should_be_gone_is_refused() -> None:
     traced = trace([Grad(is_marked=False)])
     planned = trace(parameters((64, 128))).exchanges(LOCO)
     (choice,) = planned[0].choices
-    object.__setattr__(choice.site, "scatter", find(traced.gm, RS)[0])
+    object.__setattr__(choice.site, "collective", find(traced.gm, RS)[0])
     with pytest.raises(AssertionError, match=r"expected block\.weight0 to be rewritten"):
         verify(traced.gm, exchanges=planned)
 
