@@ -287,7 +287,9 @@ def error_state(model: nn.Module) -> ErrorState:
     parameters = {}
     for group, name in find_groups(model).items():
         state = group_state(group)
-        for parameter in state.parameters if state is not None else []:
+        if state is None:
+            continue
+        for parameter in state.parameters:
             if parameter.error:
                 parameters[state.name_in(name, parameter)] = parameter
     return ErrorState(parameters)
