@@ -52,12 +52,16 @@ def check_plan(
             if all((group_name, plan) in root.compared for root in roots):
                 continue
             facts = {"config": str(config), "parameters": _count(own), "collectives": len(order)}
-            _compare(group, plan, json.dumps({"plan": plan, **facts}))
+            compare(group, plan, json.dumps({"plan": plan, **facts}))
             for root in roots:  # only now: after a mismatch the next plan is compared again
                 root.compared.add((group_name, plan))
 
 
-def _compare(group: dist.ProcessGroup, plan: str, mine: str) -> None:
+def compare(group: dist.ProcessGroup, plan: str, mine: str) -> None:
+    """Compare one plan with those of all ranks of a process group. `mine`: JSON for the message.
+
+    Raises: PlanMismatchError, as `check_plan`.
+    """
     store, rank, num_ranks = compat.group_store(group), group.rank(), group.size()
     turn = store.add(f"loco/turn/{rank}", 1)
     first = store.compare_set(f"loco/{turn}/first", "", mine).decode()

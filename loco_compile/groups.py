@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._guards import CompileContext
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
     TrainingState,
@@ -62,6 +63,8 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
             if _is_stale(group, config, compiles=compiles):
                 if compiles:
                     _refuse_unsupported(member, group)
+                elif _is_eager(group):
+                    continue  # `prepare_eager` attaches its state
                 _attach(group, root, config, compiles=compiles)
                 guard.watch(group)
                 is_new = True
@@ -70,6 +73,41 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
     if is_new:
         _warn_of_idle_patterns(state, config)
     return root.last_traced
+
+
+def prepare_eager(state: FSDPState, group: FSDPParamGroup, config: LoCoConfig) -> GroupState:
+    """Attach to a group what `eager.compress` needs; return it. Idempotent, as `prepare`."""
+    attached = group_state(group)
+    if attached is None or not attached.eager or _is_stale(group, config, compiles=False):
+        _attach(group, root_state(state), config, compiles=True, eager=True)
+        states = tuple(group_state(g) for g in compat.param_groups(state))
+        setattr(state, _STATES, states)
+    attached = group_state(group)
+    if attached is None:
+        raise AssertionError(f"expected a state on {group._module_fqn}")
+    return attached
+
+
+def _is_eager(group: FSDPParamGroup) -> bool:
+    """Return whether `eager.compress` was called on a group."""
+    return getattr(group._reduce_scatter_comm, "is_loco", False)
+
+
+def refuse_eager(group: FSDPParamGroup) -> None:
+    """Raise NotImplementedError for a group that `eager.compress` cannot serve."""
+    reasons = {
+        "it has replicas (HSDP): its all-reduce is not FSDP2's reduce-scatter": isinstance(
+            group.mesh_info, DDPMeshInfo
+        ),
+        "it has a custom reduce-scatter": type(group._reduce_scatter_comm).__name__
+        != "DefaultReduceScatter",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise NotImplementedError(
+                f"eager.compress cannot serve {group._module_fqn or 'this module'}: {reason}. "
+                "Compile the module with the loco backend instead, or leave it uncompressed."
+            )
 
 
 def _warn_of_idle_patterns(state: FSDPState, config: LoCoConfig) -> None:
@@ -149,6 +187,7 @@ def _refuse_unsupported(state: FSDPState, group: FSDPParamGroup) -> None:
         "fsdp_pre_all_gather tensor extensions": any(_has_extension(p) for p in group.fsdp_params),
         "an all-reduce hook": group._all_reduce_hook is not None,
         "a custom all-gather": type(group._all_gather_comm).__name__ != "DefaultAllGather",
+        "eager.compress, which is for modules that are not compiled": _is_eager(group),
         "a custom reduce-scatter": type(group._reduce_scatter_comm).__name__
         != "DefaultReduceScatter",
         "set_reduce_scatter_unused_params": getattr(group, "reduce_scatter_unused_params", False),
@@ -165,7 +204,14 @@ def _has_extension(fsdp_param: FSDPParam) -> bool:
     return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
-def _attach(group: FSDPParamGroup, root: RootState, config: LoCoConfig, *, compiles: bool) -> None:
+def _attach(
+    group: FSDPParamGroup,
+    root: RootState,
+    config: LoCoConfig,
+    *,
+    compiles: bool,
+    eager: bool = False,
+) -> None:
     old = group_state(group)
     parameters = []
     for index, fsdp_param in enumerate(group.fsdp_params):
@@ -180,6 +226,7 @@ def _attach(group: FSDPParamGroup, root: RootState, config: LoCoConfig, *, compi
         parameters=parameters,
         settings=settings(group),
         compiles=compiles,
+        eager=eager,
     )
     setattr(group, GROUP_ATTRIBUTE, state)
 

@@ -26,6 +26,8 @@ class Row:
     """Elements of the full parameters."""
     dtype: str
     """Dtype in which the gradient is reduced."""
+    way: str
+    """"compiled", or "eager" for a group that FSDP2's own hooks reduce."""
     method: str
     """"loco", or "none" for an uncompressed reduce-scatter."""
     bytes_before: int
@@ -97,6 +99,8 @@ def _rows(name: str, state: GroupState | None) -> list[Row]:
 
 
 def _fate(state: GroupState, parameter: ParameterState, index: int) -> Decline | None:
+    if state.eager:
+        return parameter.decline or (None if parameter.is_compressed_now() else Decline.START)
     record: CompileRecord | None = state.record
     if record is None:
         return Decline.NOT_COMPILED
@@ -115,6 +119,7 @@ def _row(name: str, state: GroupState, fate: Decline | None, members: list[Param
         parameters=tuple(state.name_in(name, m) for m in members),
         numel=sum(m.numel() for m in members),
         dtype=members[0].grad_dtype().removeprefix("torch."),
+        way="eager" if state.eager or state.record is None else "compiled",
         method=state.config.method if fate is None else "none",
         bytes_before=0 if sends_nothing else before,
         bytes_on_wire=compressed if fate is None else (0 if sends_nothing else before),

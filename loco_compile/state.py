@@ -79,6 +79,16 @@ class ParameterState:
         scale = self.error[num_planes].select(-1, 0) if len(self.error) > num_planes else None
         return Error(tuple(self.error[:num_planes]), scale)
 
+    def is_compressed_now(self) -> bool:
+        """Return whether the next gradient goes out compressed."""
+        return self.decline is None and self.num_steps >= self.config.start_step
+
+    def format(self) -> tuple[Layout, Recipe]:
+        """Return the wire layout and the arithmetic of a compressed parameter."""
+        if self.layout is None or self.recipe is None:
+            raise AssertionError(f"expected a compressed parameter, {self.name} is not")
+        return self.layout, self.recipe
+
     def zero_error(self) -> None:
         """Forget what was not sent."""
         # Backward graphs have saved these buffers: a version bump would make autograd refuse them.
@@ -137,6 +147,8 @@ class GroupState:
     """FSDP2's mutable settings that the specs were made from."""
     compiles: bool
     """False for a group that FSDP2's own hooks ran while another group was traced."""
+    eager: bool = False
+    """Whether FSDP2's own hooks send the group's gradients compressed (`eager.compress`)."""
     record: Any = None
     """CompileRecord of the compiled graph that last ran this group; None if none has."""
     name_in_graph: str = ""
@@ -194,10 +206,22 @@ def count_optimizer_steps(owner: FSDPState) -> None:
             # Looked up anew each time: load_state_dict(assign=True) replaces parameters.
             if id(state.fsdp_param.sharded_param) in held:
                 advance(state)
+                _warn_of_held_gradient(state)
 
     # Dynamo must not trace the hook: it is Python bookkeeping.
     handle = register_optimizer_step_post_hook(torch._dynamo.disable(after_step))
     weakref.finalize(owner, handle.remove)
+
+
+def _warn_of_held_gradient(state: ParameterState) -> None:
+    """Say so when a step was taken without gradients that are still held."""
+    leaves = (state.held, state.held_shard)
+    if any(leaf is not None and leaf.grad is not None for leaf in leaves):
+        log.warning(
+            "%s: the optimizer stepped without gradients that set_requires_gradient_sync(False) "
+            "holds back: no later backward with sync used the parameter",
+            state.name,
+        )
 
 
 def _parameter_states(owner: FSDPState | None) -> Iterator[ParameterState]:
