@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import agree, capture, compat
+from . import agree, capture, compat, loss_scale
 from .config import LoCoConfig
 from .guard import raise_pending, report_uncaptured
 from .passes.find import find_held_markers
@@ -68,7 +68,8 @@ class CompileRecord:
         """Keep what was decided, without the nodes that it was decided on."""
         for exchange in exchanges:
             for choice in exchange.choices:
-                if choice.site.tag is not None:
+                # Of an HSDP group's two reductions, the one between replicas is decided on.
+                if choice.site.tag is not None and choice.decline != Decline.INSIDE_REPLICA:
                     group = self.decisions.setdefault(exchange.bucket.name, {})
                     group[choice.site.tag.index] = choice.decline
 
@@ -99,6 +100,7 @@ class LoCoBackend:
             )
         self.config = config or LoCoConfig()
         capture.install()
+        loss_scale.install()
 
     def __repr__(self) -> str:
         return f"LoCoBackend({self.config})"

@@ -26,12 +26,15 @@ class Row:
     """Elements of the full parameters."""
     dtype: str
     """Dtype in which the gradient is reduced."""
+    collective: str
+    """"reduce-scatter", or "all-reduce" between the replicas of an HSDP group."""
     way: str
     """"compiled", or "eager" for a group that FSDP2's own hooks reduce."""
     method: str
     """"loco", or "none" for an uncompressed reduce-scatter."""
     bytes_before: int
-    """Bytes that one rank sends in one step without compression: W - 1 chunks in `dtype`."""
+    """Bytes that one rank sends in one step without compression, in `dtype`: W - 1 chunks of a
+    reduce-scatter, 2 (R - 1) of an all-reduce."""
     bytes_on_wire: int
     """Bytes that one rank sends in one step."""
     error_bytes: int
@@ -95,7 +98,29 @@ def _rows(name: str, state: GroupState | None) -> list[Row]:
     fates: dict[Decline | None, list[ParameterState]] = {}
     for index, parameter in enumerate(state.parameters):
         fates.setdefault(_fate(state, parameter, index), []).append(parameter)
-    return [_row(name, state, fate, members) for fate, members in fates.items()]
+    rows = [_row(name, state, fate, members) for fate, members in fates.items()]
+    inside = [p for p in state.parameters if p.num_replicas() > 1 and p.requires_grad]
+    if sum(p.bytes_inside_replica() for p in inside):
+        rows.append(_row_inside_replica(name, state, inside))
+    return rows
+
+
+def _row_inside_replica(name: str, state: GroupState, members: list[ParameterState]) -> Row:
+    """Return the row of an HSDP group's reduce-scatter, which comes before its all-reduce."""
+    num_bytes = sum(m.bytes_inside_replica() for m in members)
+    return Row(
+        name=name or "(root)",
+        parameters=tuple(state.name_in(name, m) for m in members),
+        numel=sum(m.numel() for m in members),
+        dtype=members[0].grad_dtype().removeprefix("torch."),
+        collective="reduce-scatter",
+        way="eager" if state.record is None else "compiled",
+        method="none",
+        bytes_before=num_bytes,
+        bytes_on_wire=num_bytes,
+        error_bytes=0,
+        reason=Decline.INSIDE_REPLICA.value,
+    )
 
 
 def _fate(state: GroupState, parameter: ParameterState, index: int) -> Decline | None:
@@ -114,11 +139,13 @@ def _row(name: str, state: GroupState, fate: Decline | None, members: list[Param
     before = sum(m.plain_bytes() for m in members)
     sends_nothing = fate in (Decline.FROZEN, Decline.ONE_RANK, Decline.UNUSED)
     compressed = message_bytes(layouts) * (layouts[0].num_ranks - 1) if layouts else 0
+    compressed += sum(m.gathered_bytes() for m in members)
     return Row(
         name=name or "(root)",
         parameters=tuple(state.name_in(name, m) for m in members),
         numel=sum(m.numel() for m in members),
         dtype=members[0].grad_dtype().removeprefix("torch."),
+        collective="all-reduce" if members[0].num_replicas() > 1 else "reduce-scatter",
         way="eager" if state.eager or state.record is None else "compiled",
         method=state.config.method if fate is None else "none",
         bytes_before=0 if sends_nothing else before,

@@ -106,11 +106,43 @@ class ParameterState:
         return spec.reduce_dtype or spec.param_dtype
 
     def plain_bytes(self) -> int:
-        """Bytes sent by an uncompressed exchange at ideal bytes: one chunk to each other rank."""
+        """Bytes sent by an uncompressed exchange at ideal bytes.
+
+        One chunk to each other rank for a reduce-scatter. Between replicas (HSDP) an all-reduce
+        sends twice the chunks that a reduce-scatter over them would.
+        """
         spec = Spec.load(self.spec)
-        itemsize = getattr(torch, self.grad_dtype().removeprefix("torch.")).itemsize
-        chunk_numel = self.fsdp_param.padded_sharded_param_size.numel()
-        return int((spec.num_ranks - 1) * chunk_numel * itemsize)
+        if spec.num_replicas == 1:
+            return self.bytes_inside_replica()
+        chunk_bytes = self._chunk_between_replicas() * self._itemsize()
+        return int(2 * (spec.num_replicas - 1) * chunk_bytes)
+
+    def bytes_inside_replica(self) -> int:
+        """Bytes sent by the uncompressed reduce-scatter within the shard group."""
+        num_ranks: int = Spec.load(self.spec).num_ranks
+        return (num_ranks - 1) * self._shard_numel() * self._itemsize()
+
+    def gathered_bytes(self) -> int:
+        """Bytes of the uncompressed gather that follows a compressed exchange between replicas."""
+        spec = Spec.load(self.spec)
+        if spec.num_replicas == 1:
+            return 0
+        itemsize = min(self._itemsize(), self.fsdp_param.sharded_param.dtype.itemsize)
+        return int((spec.num_replicas - 1) * self._chunk_between_replicas() * itemsize)
+
+    def num_replicas(self) -> int:
+        """R, ranks that hold the same shard; 1 without replicas."""
+        return Spec.load(self.spec).num_replicas
+
+    def _shard_numel(self) -> int:
+        return int(self.fsdp_param.padded_sharded_param_size.numel())
+
+    def _chunk_between_replicas(self) -> int:
+        return -(-self._shard_numel() // self.num_replicas())
+
+    def _itemsize(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.grad_dtype().removeprefix("torch."))
+        return dtype.itemsize
 
     def error_bytes(self) -> int:
         """Bytes of error state on this rank."""

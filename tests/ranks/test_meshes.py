@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from loco_compile import explain
 from tests.ranks.features import LOCO, Feature, FeatureTest, Net, local, net, shard, tokens, whole
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -94,6 +95,23 @@ class TestOnFourRanks(FeatureTest):
         self.check("HSDP, bfloat16", Feature(hybrid((2, 2), mp_policy=BF16_FP32)))
         partial = Feature(hybrid((2, 2)), micro_batches=all_reduce_on(2), num_micro_batches=3)
         self.check("HSDP, set_requires_all_reduce", partial)
+        self.finish_cases()
+
+    def test_explain_lists_both_reductions(self) -> None:
+        with self.case(feature="HSDP, 2 x 2"):
+            model = hybrid((2, 2))()
+            whole(model, LOCO)(*tokens(self.rank, 0)).sum().backward()
+            rows = [r for r in explain(model).rows if "blocks.0.up.weight" in r.parameters]
+            found = {r.collective: r for r in rows}
+            self.assertEqual(len(rows), len(found))
+            inner, outer = found["reduce-scatter"], found["all-reduce"]
+            self.assertIn("inside a replica", inner.reason)
+            # Two matrices of 512 elements: a rank holds 256 of each, and all-reduces 128 twice.
+            self.assertEqual((outer.method, outer.bytes_before), ("loco", 2 * 2 * 128 * 4))
+            message = 2 * 128 // 2 + 2 * 2  # codes of two chunks of 128 elements, a scale for each
+            padded = -(-message // 16) * 16
+            self.assertEqual(outer.bytes_on_wire, padded + 2 * 128 * 4)
+            self.assertEqual(inner.bytes_on_wire, inner.bytes_before)
         self.finish_cases()
 
     def test_replicas_hold_the_same(self) -> None:
