@@ -46,7 +46,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks, norm and head: 29 rows, which no world size divides."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, num_blocks: int = 2) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = Block, num_blocks: int = 1) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
