@@ -17,7 +17,7 @@ PYTEST = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pyte
 DEMO_STEPS ?= 300
 DEMO_RANKS ?= 2
 
-.PHONY: setup test lint typecheck tests demo format clean distclean
+.PHONY: setup test lint typecheck tests test-features demo format clean distclean
 
 setup: $(STAMP)
 
@@ -47,7 +47,11 @@ typecheck: $(STAMP)
 	$(BIN)/mypy
 
 tests: $(STAMP)
-	$(PYTEST) tests $(PYTEST_ARGS)
+	$(PYTEST) tests -m "not features" $(PYTEST_ARGS)
+
+# Every row of docs/fsdp2.md and of docs/recipes.md on real ranks.
+test-features: $(STAMP)
+	$(PYTEST) tests -m features --timeout 600 $(PYTEST_ARGS)
 
 demo: $(STAMP)
 	@mkdir -p build

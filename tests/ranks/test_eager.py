@@ -14,7 +14,7 @@ from loco_compile import LoCoBackend, LoCoConfig, PlanMismatchError, eager, erro
 from tests.ranks.features import LOCO, Feature, FeatureTest, local, net, regional, tokens, whole
 from tests.ranks.test_fsdp2 import sync_on
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.features]
 
 
 def regional_with_root(model: nn.Module, backend: LoCoBackend) -> Callable[..., Any]:

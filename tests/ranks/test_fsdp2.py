@@ -34,7 +34,7 @@ from tests.ranks.features import (
     whole,
 )
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.features]
 
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from loco_compile import LoCoBackend, LoCoConfig, error_state
 from tests.ranks.features import LOCO, PARITY, FeatureTest, local, net, tokens, whole
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.features]
 
 
 def train(

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from loco_compile import explain
 from tests.ranks.features import LOCO, Feature, FeatureTest, Net, local, net, shard, tokens, whole
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.features]
 
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
