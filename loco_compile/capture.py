@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import compat, groups
 from .state import ParameterState, RootState
@@ -136,6 +137,24 @@ def _traced_pre_forward(
     comptime(_prepare)
     args, kwargs = _cast_inputs(self, args, kwargs)
     _unshard_all(self, _current_bucket())
+    return _join_inputs(args, kwargs)
+
+
+def _join_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give the inputs that need gradients a common autograd node.
+
+    Eager FSDP2's post-backward hook is such a node. Without it the gradients of a tensor that
+    several modules read, as a decoder's layers read the encoder's output, add up in another order.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if places and torch.is_grad_enabled():
+        joined = torch.ops.loco_compile.join([leaves[i] for i in places])
+        for place, tensor in zip(places, joined):  # noqa: B905  # traced
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, structure)
     return args, kwargs
 
 

@@ -209,11 +209,24 @@ def _scatter(flat: Tensor, spec: Spec, error: Sequence[Tensor]) -> tuple[Tensor,
     return flat, reduction
 
 
+class _Join(torch.autograd.Function):
+    """Returns its inputs; their gradients pass on together."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads
+
+
 _library = torch.library.Library("loco_compile", "FRAGMENT")
 _library.define(
     "unshard(Tensor shard, Tensor? held, Tensor? held_shard, Tensor[] error, str spec, str bucket)"
     " -> Tensor"
 )
+_library.define("join(Tensor[] tensors) -> Tensor[]")
 
 
 @torch.library.impl(_library, "unshard", "CompositeImplicitAutograd")
@@ -231,3 +244,9 @@ def _unshard(
     loaded = dataclasses.replace(loaded, tag=tag)
     full: Tensor = _Unshard.apply(shard, held, held_shard, loaded, *error)
     return full
+
+
+@torch.library.impl(_library, "join", "CompositeImplicitAutograd")
+def _join(tensors: list[Tensor]) -> list[Tensor]:
+    """Be one node for Dynamo, and for autograd."""
+    return list(_Join.apply(*tensors))

@@ -197,6 +197,28 @@ class SeveralOutputs(Net):
         return {"logits": self.head(self.norm(x)), "hidden": outputs}
 
 
+class Reader(Block):
+    """Reads, twice, what is not the output of the block before."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return super().forward(x) + self.up(memory).tanh() @ self.down.weight.T + memory.sin()
+
+
+class Readers(Net):
+    """All blocks read the embedding, as a decoder's layers read the encoder's output."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = memory = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, memory=memory)
+        return self.head(self.norm(x))
+
+
+def readers() -> nn.Module:
+    torch.manual_seed(0)
+    return shard(Readers(Reader, num_blocks=3))
+
+
 def several_outputs() -> nn.Module:
     torch.manual_seed(0)
     return shard(SeveralOutputs(num_blocks=2))
@@ -319,6 +341,7 @@ class TestOnTwoRanks(FeatureTest):
         self.check("block left out in every other forward", skip)
         reads_some = Feature(several_outputs, loss=lambda out: out["logits"].pow(2).mean())
         self.check("several outputs, one read", reads_some)
+        self.check("a tensor that all blocks read", Feature(readers))
         self.finish_cases()
 
     def test_a_parameter_behind_an_output_that_the_loss_ignores_gets_zeros(self) -> None:
