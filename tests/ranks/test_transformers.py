@@ -22,7 +22,7 @@ from tests.ranks.features import PARITY, Feature, FeatureTest
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.features]
 
 VOCABULARY = 61  # which 3 ranks do not divide
 SIZES = {
