@@ -117,6 +117,19 @@ def test_missing_code_is_seen() -> None:
     assert missing_code(text) == ["passes/find.py:gone", "passes/gone.py:", "tests/x.py:t"]
 
 
+def test_every_row_of_features_has_a_test() -> None:
+    """A row names a test, or says that the feature is refused."""
+    rows = [r for r in read(DOCS / "fsdp2.md").splitlines() if r.startswith("| ")]
+    rows = [r for r in rows if not r.startswith("| feature |")]
+    assert len(rows) > 30
+    default = defined_names(ROOT / "tests/ranks/test_fsdp2.py")
+    for row in rows:
+        *_, status, tests, _ = (cell.strip() for cell in row.split("|"))
+        names = re.findall(r"`(test_\w+)`", tests)
+        assert set(names) <= default, row
+        assert names or "tests/" in tests or tests == "every row" or "refused" in status, row
+
+
 def test_every_equation_that_the_code_cites_is_stated() -> None:
     cited = {label for p in SOURCES for label in re.findall(r"\((E\d+b?)\)", read(p))}
     stated = set(re.findall(r"^### (E\d+b?):", read(DOCS / "equations.md"), re.M))
