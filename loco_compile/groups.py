@@ -67,6 +67,7 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
                     continue  # `prepare_eager` attaches its state
                 _attach(group, root, config, compiles=compiles)
                 guard.watch(group)
+                _skip_post_backward_until_unsharded(group)
                 is_new = True
         states = tuple(group_state(g) for g in compat.param_groups(member))
         setattr(member, _STATES, states)
@@ -108,6 +109,24 @@ def refuse_eager(group: FSDPParamGroup) -> None:
                 f"eager.compress cannot serve {group._module_fqn or 'this module'}: {reason}. "
                 "Compile the module with the loco backend instead, or leave it uncompressed."
             )
+
+
+def _skip_post_backward_until_unsharded(group: FSDPParamGroup) -> None:
+    """Keep FSDP2's post-backward away from a group that has only run in compiled graphs.
+
+    After the backward of a group that runs eagerly, such as the root's under regional compile,
+    FSDP2 calls it for all groups of the root. With gradient sync off and a reduce_dtype it then
+    reads the full parameter, which only an eager unshard makes.
+    """
+    if "post_backward" in vars(group):
+        return
+    post_backward = group.post_backward
+
+    def post_backward_if_unsharded(*unused: Any) -> None:
+        if any(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
+            post_backward(*unused)
+
+    setattr(group, "post_backward", post_backward_if_unsharded)  # noqa: B010  # this group only
 
 
 def _warn_of_idle_patterns(state: FSDPState, config: LoCoConfig) -> None:

@@ -387,6 +387,9 @@ class TestOnTwoRanks(FeatureTest):
             "no_sync, regional": Feature(
                 net(), wrap=regional, micro_batches=sync_on(2), num_micro_batches=3
             ),
+            "no_sync, regional, bf16": Feature(
+                net(mp_policy=BF16_FP32), regional, micro_batches=sync_on(2), num_micro_batches=3
+            ),
             "no_sync, unsharded between": Feature(
                 net(), micro_batches=sync_on(2, reshard=False), num_micro_batches=3
             ),

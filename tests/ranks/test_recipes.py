@@ -1,0 +1,73 @@
+"""The scripts of docs/recipes.md, as they stand there, on two real ranks.
+
+EXPECTTEST_ACCEPT=1 pytest tests/ranks/test_recipes.py     writes what they print anew
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+PAGE = Path(__file__).parents[2] / "docs/recipes.md"
+RECIPE = re.compile(
+    r"^```py\n(?P<script>.*?)^```$.*?^<!-- output -->\n```text\n(?P<output>.*?)^```$", re.M | re.S
+)
+
+# Codes do not depend on what compiles the rest, and Inductor would take a minute for it.
+WITHOUT_INDUCTOR = """\
+import loco_compile.backend
+loco_compile.backend._INNER["inductor"] = loco_compile.backend._INNER["aot_eager"]
+"""
+
+# accelerate takes its FSDP plugin for accelerators only; ACCELERATE_TORCH_DEVICE says which device
+# this one is.
+WITH_FSDP_ON_CPU = """\
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+"""
+
+
+def run(script: str, folder: Path) -> str:
+    """Return what a script prints on two ranks."""
+    path = folder / "script.py"
+    path.write_text(script, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*launcher, "--master-addr=127.0.0.1", f"--master-port={port}", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"},
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return "".join(f"{line.rstrip()}\n" for line in ran.stdout.splitlines())
+
+
+@pytest.mark.parametrize(("number", "library"), [(0, "accelerate"), (1, None)])
+def test_recipe(number: int, library: str | None, tmp_path: Path) -> None:
+    before = WITHOUT_INDUCTOR
+    if library:
+        pytest.importorskip("transformers")
+        pytest.importorskip(library)
+        before += WITH_FSDP_ON_CPU
+    page = PAGE.read_text(encoding="utf-8")
+    recipe = list(RECIPE.finditer(page))[number]
+    printed = run(before + recipe["script"], tmp_path)
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        start, end = recipe.span("output")
+        PAGE.write_text(page[:start] + printed + page[end:], encoding="utf-8")
+    else:
+        assert printed == recipe["output"]
