@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.features]
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 RECIPE = re.compile(
