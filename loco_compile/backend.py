@@ -46,7 +46,6 @@ class CompileRecord:
     """FSDP group -> place of the parameter in it -> why it is not compressed, None if it is."""
     error_addresses: set[int] = dataclasses.field(default_factory=set)
     """Where the error buffers are that the graph has run with."""
-
     switches: WeakKeyDictionary[FSDPParamGroup, tuple[Any, ...]] = dataclasses.field(
         default_factory=WeakKeyDictionary
     )

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from . import agree, compat, groups, loss_scale
+from . import agree, compat, groups, loss_scale, refuse
 from .config import LoCoConfig
 from .passes.message import Part, compress_all, unpack_mean
 from .state import GroupState, ParameterState
@@ -47,7 +47,7 @@ def compress(module: nn.Module, config: LoCoConfig | None = None) -> None:
         )
     loss_scale.install()
     for group in compat.param_groups(state):
-        groups.refuse_eager(group)
+        refuse.refuse_eager(group)
         group._reduce_scatter_comm = _ReduceScatter(state, group, config)
 
 

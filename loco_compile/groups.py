@@ -1,4 +1,4 @@
-"""Prepare FSDP parameter groups for tracing: refuse what is not supported, decide, allocate."""
+"""Prepare FSDP parameter groups for tracing: decide for each parameter, allocate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch._guards import CompileContext
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
     TrainingState,
@@ -20,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from . import compat, guard
+from . import compat, guard, refuse
 from .config import LoCoConfig
 from .passes.markers import Tag
 from .passes.plan import Decline, Parameter, decide, layout_of
@@ -45,7 +44,8 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
 
     Idempotent: existing error buffers are kept as long as the config keeps their layout. A group
     that FSDP2's own hooks are running right now lies outside every compiled region, e.g. the
-    root's under regional compile: it gets no error buffers unless it is traced itself later.
+    root's under regional compile: it gets no error buffers unless it is traced itself later. Any
+    other group is taken for one that will be traced; one that stays eager has buffers for nothing.
 
     Raises: NotImplementedError that names the module, what it uses and the way out.
     """
@@ -62,8 +62,8 @@ def prepare(state: FSDPState, config: LoCoConfig) -> str:
             compiles = member is state or member._training_state == TrainingState.IDLE
             if _is_stale(group, config, compiles=compiles):
                 if compiles:
-                    _refuse_unsupported(member, group)
-                elif _is_eager(group):
+                    refuse.refuse_traced(group)
+                elif refuse.is_served_eagerly(group):
                     continue  # `prepare_eager` attaches its state
                 _attach(group, root, config, compiles=compiles)
                 guard.watch(group)
@@ -87,28 +87,6 @@ def prepare_eager(state: FSDPState, group: FSDPParamGroup, config: LoCoConfig) -
     if attached is None:
         raise AssertionError(f"expected a state on {group._module_fqn}")
     return attached
-
-
-def _is_eager(group: FSDPParamGroup) -> bool:
-    """Return whether `eager.compress` was called on a group."""
-    return getattr(group._reduce_scatter_comm, "is_loco", False)
-
-
-def refuse_eager(group: FSDPParamGroup) -> None:
-    """Raise NotImplementedError for a group that `eager.compress` cannot serve."""
-    reasons = {
-        "it has replicas (HSDP): its all-reduce is not FSDP2's reduce-scatter": isinstance(
-            group.mesh_info, DDPMeshInfo
-        ),
-        "it has a custom reduce-scatter": type(group._reduce_scatter_comm).__name__
-        != "DefaultReduceScatter",
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise NotImplementedError(
-                f"eager.compress cannot serve {group._module_fqn or 'this module'}: {reason}. "
-                "Compile the module with the loco backend instead, or leave it uncompressed."
-            )
 
 
 def _skip_post_backward_until_unsharded(group: FSDPParamGroup) -> None:
@@ -193,34 +171,6 @@ def _is_stale(group: FSDPParamGroup, config: LoCoConfig, *, compiles: bool) -> b
 def _module_name(state: FSDPState) -> str:
     names = [g._module_fqn for g in compat.param_groups(state)]
     return names[0] or "" if names else ""
-
-
-def _refuse_unsupported(state: FSDPState, group: FSDPParamGroup) -> None:
-    """Raise for FSDP2 features that the captured graph would not reproduce."""
-    name = group._module_fqn or "the root module"
-    mesh = group.mesh_info
-    reasons = {
-        "CPUOffloadPolicy": any(p.offload_to_cpu for p in group.fsdp_params),
-        "dp_mesh_dims (SPMD DTensors)": getattr(mesh, "is_spmd_mesh", False),
-        "a replicate-only mesh": not isinstance(mesh, FSDPMeshInfo),
-        "fsdp_pre_all_gather tensor extensions": any(_has_extension(p) for p in group.fsdp_params),
-        "an all-reduce hook": group._all_reduce_hook is not None,
-        "a custom all-gather": type(group._all_gather_comm).__name__ != "DefaultAllGather",
-        "eager.compress, which is for modules that are not compiled": _is_eager(group),
-        "a custom reduce-scatter": type(group._reduce_scatter_comm).__name__
-        != "DefaultReduceScatter",
-        "set_reduce_scatter_unused_params": getattr(group, "reduce_scatter_unused_params", False),
-    }
-    for feature, is_used in reasons.items():
-        if is_used:
-            raise NotImplementedError(
-                f"loco_compile cannot trace {name}: it uses {feature}. Remove it, or compile this "
-                "model with another backend."
-            )
-
-
-def _has_extension(fsdp_param: FSDPParam) -> bool:
-    return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
 def _attach(

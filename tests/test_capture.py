@@ -125,7 +125,6 @@ def test_a_feature_switched_on_later_is_refused_then(two_ranks: None) -> None:
     compiled, x = torch.compile(model, backend=BACKEND), torch.randn(4, 64)
     compiled(x).sum().backward()
     model.set_custom_reduce_scatter(Custom())
-    model.set_gradient_divide_factor(3.0)  # a new trace
     with pytest.raises(NotImplementedError, match="a custom reduce-scatter"):
         compiled(x).sum().backward()
 

@@ -10,9 +10,6 @@ import contextlib
 import io
 import os
 import re
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -23,6 +20,7 @@ import torch.distributed as dist
 import loco_compile.backend as backend_module
 from loco_compile.passes.plan import Decline
 from tests.graphs import fake_group
+from tests.torchrun import run_script
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -274,17 +272,5 @@ def test_quickstart_on_two_real_ranks(tmp_path: Path) -> None:
     first, shown = list(FENCE.finditer(read(DOCS / "quickstart.md")))[1:3]
     script = tmp_path / "first.py"
     script.write_text(first["text"], encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    ran = subprocess.run(
-        [*launcher, "--master-addr=127.0.0.1", f"--master-port={port}", str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert [x.rstrip() for x in ran.stdout.splitlines()] == shown["text"].splitlines()
+    printed = run_script(script, TORCHINDUCTOR_COMPILE_THREADS="1")
+    assert printed.splitlines() == shown["text"].splitlines()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import SGD, Optimizer
 
 from loco_compile import LoCoBackend, LoCoConfig, error_state
@@ -303,3 +304,27 @@ def test_steps_are_kept_across_recompiles() -> None:
     backward(compiled(model, reset_interval=2), rows=3)
     step(optimizer)
     assert not any(norms(model))
+
+
+def test_a_step_without_held_gradients_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = sharded()
+    run, optimizer = compiled(model), SGD(model.parameters(), lr=0.1)
+    model.set_requires_gradient_sync(False)
+    backward(run)
+    with caplog.at_level(logging.WARNING, "loco_compile"):
+        optimizer.step()
+    assert "blocks.0.up.weight: the optimizer stepped without gradients" in caplog.text
+    caplog.clear()
+    model.set_requires_gradient_sync(True)
+    backward(run)
+    with caplog.at_level(logging.WARNING, "loco_compile"):
+        step(optimizer)
+    assert "stepped without" not in caplog.text
+
+
+def test_a_scaler_with_an_update_of_its_own_is_refused() -> None:
+    model = sharded()
+    scaler, optimizer = ShardedGradScaler(device="cpu"), SGD(model.parameters(), lr=0.1)
+    scaler.scale(compiled(model)(torch.randn(4, 64)).sum()).backward()
+    with pytest.raises(NotImplementedError, match="ShardedGradScaler has an update of its own"):
+        scaler.step(optimizer)

@@ -87,6 +87,17 @@ def regional(model: nn.Module, backend: LoCoBackend) -> Callable[..., Any]:
     return model
 
 
+def sync_on(last: int, *, reshard: bool = True) -> Callable[[nn.Module, int], None]:
+    """Return what trainers do: reduce in the last micro-batch only."""
+
+    def switch(model: nn.Module, index: int) -> None:
+        model.set_requires_gradient_sync(index == last)
+        model.set_is_last_backward(index == last)
+        model.set_reshard_after_backward(reshard or index == last)
+
+    return switch
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, which may be an ordinary one."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

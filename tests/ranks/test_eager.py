@@ -11,8 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from loco_compile import LoCoBackend, LoCoConfig, PlanMismatchError, eager, error_state, explain
-from tests.ranks.features import LOCO, Feature, FeatureTest, local, net, regional, tokens, whole
-from tests.ranks.test_fsdp2 import sync_on
+from tests.ranks.features import (
+    LOCO,
+    Feature,
+    FeatureTest,
+    local,
+    net,
+    regional,
+    sync_on,
+    tokens,
+    whole,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.features]
 

@@ -30,6 +30,7 @@ from tests.ranks.features import (
     net,
     regional,
     shard,
+    sync_on,
     tokens,
     whole,
 )
@@ -267,17 +268,6 @@ def prefetching() -> nn.Module:
 
 
 # --- gradient accumulation
-
-
-def sync_on(last: int, *, reshard: bool = True) -> Callable[[nn.Module, int], None]:
-    """Return what trainers do: reduce in the last micro-batch only."""
-
-    def switch(model: nn.Module, index: int) -> None:
-        model.set_requires_gradient_sync(index == last)
-        model.set_is_last_backward(index == last)
-        model.set_reshard_after_backward(reshard or index == last)
-
-    return switch
 
 
 # --- around the step

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.torchrun import run_script
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.features]
 
@@ -36,26 +35,6 @@ PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType
 """
 
 
-def run(script: str, folder: Path) -> str:
-    """Return what a script prints on two ranks."""
-    path = folder / "script.py"
-    path.write_text(script, encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    ran = subprocess.run(
-        [*launcher, "--master-addr=127.0.0.1", f"--master-port={port}", str(path)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"},
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return "".join(f"{line.rstrip()}\n" for line in ran.stdout.splitlines())
-
-
 @pytest.mark.parametrize(("number", "library"), [(0, "accelerate"), (1, None)])
 def test_recipe(number: int, library: str | None, tmp_path: Path) -> None:
     before = WITHOUT_INDUCTOR
@@ -65,7 +44,9 @@ def test_recipe(number: int, library: str | None, tmp_path: Path) -> None:
         before += WITH_FSDP_ON_CPU
     page = PAGE.read_text(encoding="utf-8")
     recipe = list(RECIPE.finditer(page))[number]
-    printed = run(before + recipe["script"], tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(before + recipe["script"], encoding="utf-8")
+    printed = run_script(script, ACCELERATE_TORCH_DEVICE="cpu")
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
         start, end = recipe.span("output")
         PAGE.write_text(page[:start] + printed + page[end:], encoding="utf-8")
