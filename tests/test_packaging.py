@@ -26,12 +26,13 @@ PACKAGES = {
 PROBE = """
 import importlib.util, json, site, sys
 site.addsitedir(sys.argv[1])
+# Before the environment's other packages are in reach: PyPI has one that is called `kernels`.
+bare = [name for name in ("passes", "kernels") if importlib.util.find_spec(name)]
 sys.path += sys.argv[3:]
 found = {}
 for name in json.loads(sys.argv[2]):
     __import__(name)
     found[name] = sys.modules[name].__file__
-bare = [name for name in ("passes", "kernels") if importlib.util.find_spec(name)]
 print(json.dumps({"found": found, "bare": bare}))
 """
 
