@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import reference
 from .layout import SCALE_BYTES, Layout, section_bytes
+from .memory import Memory
 from .recipe import SMALLEST_ABSMAX, Recipe
-from .reference import Compressed, Error, decompress_error
+from .reference import Compressed, decompress_error
 
 if TYPE_CHECKING:
     from .compress import compress_into
@@ -21,8 +22,8 @@ __all__ = [
     "SCALE_BYTES",
     "SMALLEST_ABSMAX",
     "Compressed",
-    "Error",
     "Layout",
+    "Memory",
     "Recipe",
     "compress_into",
     "decompress_error",

@@ -12,7 +12,7 @@ is then the offset-binary code: no float-to-int conversion.
 """
 
 # Triton's functions are typed by their launch, not by annotations.
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,assignment"
 
 from __future__ import annotations
 
@@ -21,29 +21,25 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from .device import (
+    block_absmax,
+    block_step,
+    block_step_symmetric,
+    is_largest_positive,
+    pack_codes,
+    rotate_planes,
+    rotate_rows,
+    round_stochastic,
+    round_to_code,
+)
 from .layout import Layout
+from .memory import Memory
 from .recipe import Recipe
-from .reference import Error
 
 _ELEMENTS_PER_PROGRAM = 4096
 _NUM_WARPS = 4
 """32 elements for each thread: its share of each of two planes is one 16-byte access of int8."""
-_MUTATED = ("message", "error_0", "error_1", "error_scale")
-
-
-@triton.jit
-def _block_step(absmax_T, LOG2_LEVELS: tl.constexpr):
-    """Return absmax / 2^LOG2_LEVELS rounded up to bfloat16, and its inverse; 0 and 0 if too small.
-
-    On the float's bits, as casts to bfloat16 truncate in the interpreter. 0x0D800000 is
-    SMALLEST_ABSMAX, so the exponent never underflows.
-    """
-    bits_T = absmax_T.to(tl.int32, bitcast=True)
-    step_T = (bits_T - (LOG2_LEVELS << 23) + 0xFFFF) & 0x7FFF0000
-    step_T = tl.where(bits_T < 0x0D800000, 0, step_T)
-    divisor_T = tl.where(step_T > 0, step_T, 0x3F800000).to(tl.float32, bitcast=True)
-    inverse_T = tl.div_rn(tl.full(step_T.shape, 1.0, tl.float32), divisor_T)
-    return step_T.to(tl.float32, bitcast=True), tl.where(step_T > 0, inverse_T, 0.0)
+_MUTATED = ("message", "error_0", "error_1", "error_2", "error_3", "error_scale")
 
 
 @triton.jit
@@ -58,34 +54,21 @@ def _compensate(grad_ptr, error_ptr, at, is_grad, is_row, unit_T1, KEEPS_ERROR: 
 
 
 @triton.jit
-def _round(x, BITS: tl.constexpr, IS_BOUNDED: tl.constexpr, ROUNDER: tl.constexpr):
-    """Clip x to BITS-bit codes (E1) and add ROUNDER. IS_BOUNDED: the lower bound clips nothing.
-
-    As a dynamic scale is rounded up, x >= -2^(BITS-1) but for the rounding of h / scale.
-    """
-    if not IS_BOUNDED:
-        x = tl.maximum(x, -1.0 * (1 << (BITS - 1)))
-    return tl.minimum(x, 1.0 * ((1 << (BITS - 1)) - 1)) + ROUNDER
-
-
-@triton.jit
-def _absmax(x_0, x_1, P: tl.constexpr):
-    """Return each block's largest magnitude; NaN wins, then Inf.
-
-    Ordered as integers in the reduction: there NaN is the largest number on every backend.
-    """
-    x_TH = tl.abs(x_0)
-    if P == 2:
-        x_TH = tl.maximum(x_TH, tl.abs(x_1), propagate_nan=tl.PropagateNan.ALL)
-    return tl.max(x_TH.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _wire_scale(absmax_T, BITS: tl.constexpr, FIXED_SCALE: tl.constexpr):
+def _wire_scale(
+    planes, absmax_T, BITS: tl.constexpr, FIXED_SCALE: tl.constexpr, CODE_RANGE: tl.constexpr
+):
     """Return each block's step, its inverse and the bits of its scale on the wire (E1), (E1b)."""
-    is_finite_T = absmax_T.to(tl.int32, bitcast=True) < 0x7F800000
+    is_finite_T = absmax_T.to(tl.int32, bitcast=True) < 0x7F000000  # LARGEST_ABSMAX
     if FIXED_SCALE == 0.0:
-        step_T, inverse_T = _block_step(tl.where(is_finite_T, absmax_T, 0.0), BITS - 1)
+        finite_T = tl.where(is_finite_T, absmax_T, 0.0)
+        if CODE_RANGE == "symmetric":
+            step_T, inverse_T = block_step_symmetric(finite_T, (1 << (BITS - 1)) - 1)
+        else:
+            step_T, inverse_T = block_step(finite_T, BITS - 1)
+        if CODE_RANGE == "signed":
+            is_positive_T = is_largest_positive(planes, absmax_T, 8 // BITS) & (step_T > 0)
+            step_T = tl.where(is_positive_T, -step_T, step_T)
+            inverse_T = tl.where(is_positive_T, -inverse_T, inverse_T)
         scale_T = step_T.to(tl.int32, bitcast=True)
     else:
         step_T = tl.full(absmax_T.shape, 1.0 / FIXED_SCALE, tl.float32)
@@ -97,15 +80,52 @@ def _wire_scale(absmax_T, BITS: tl.constexpr, FIXED_SCALE: tl.constexpr):
 
 @triton.jit
 def _error_scale(
-    scale_ptr, r_0, r_1, is_row_T, P: tl.constexpr, NEW: tl.constexpr, FIXED_SCALE: tl.constexpr
+    scale_ptr,
+    residuals,
+    is_row_T,
+    P: tl.constexpr,
+    NEW: tl.constexpr,
+    FIXED_SCALE: tl.constexpr,
+    ERROR_BITS: tl.constexpr,
 ):
     """Return what turns r into error codes (E6). Stores the block scales, if they are dynamic."""
     if FIXED_SCALE == 0.0:
-        step_T, inverse_T = _block_step(_absmax(r_0, r_1, P) * NEW, 7)
+        step_T, inverse_T = block_step(block_absmax(residuals, P) * NEW, ERROR_BITS - 1)
         tl.store(scale_ptr, step_T.to(tl.bfloat16), mask=is_row_T)
     else:
         inverse_T = tl.full(is_row_T.shape, FIXED_SCALE, tl.float32)
     return (inverse_T * NEW)[:, None]
+
+
+@triton.jit
+def _residuals(
+    found,
+    is_finite,
+    step,
+    kept_T1,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    ROUNDER: tl.constexpr,
+    ROTATES: tl.constexpr,
+    TRACKS: tl.constexpr,
+):
+    """Return r, the new error / (1 - decay): one multiplication less (E4), (E5), (E5b).
+
+    Exact, as 1 - decay is a power of two. `found`: h, codes plus ROUNDER, e.
+    """
+    planes, sent, errors = found
+    residuals = ()
+    for plane in tl.static_range(P):
+        s_TH = (sent[plane] - ROUNDER) * step
+        if ROTATES:
+            s_TH = rotate_rows(s_TH, T, H) * 0.03125
+        if TRACKS:
+            residuals += (errors[plane] - s_TH,)
+        else:
+            h_TH = tl.where(is_finite, planes[plane], 0.0)
+            residuals += (h_TH - s_TH + errors[plane] * kept_T1,)
+    return residuals
 
 
 @triton.jit
@@ -114,7 +134,10 @@ def _compress_kernel(
     message_ptr,
     error_0_ptr,
     error_1_ptr,
+    error_2_ptr,
+    error_3_ptr,
     error_scale_ptr,
+    noise_ptr,
     grad_numel,
     chunk_numel,
     num_blocks,
@@ -125,8 +148,11 @@ def _compress_kernel(
     H_PADDED: tl.constexpr,
     T: tl.constexpr,
     BITS: tl.constexpr,
-    KEEPS_ERROR: tl.constexpr,
+    CODE_RANGE: tl.constexpr,
+    ROTATES: tl.constexpr,
+    TRACKS: tl.constexpr,
     FIXED_SCALE: tl.constexpr,
+    ERROR_BITS: tl.constexpr,
     FIXED_ERROR_SCALE: tl.constexpr,
     ERROR_DECAY: tl.constexpr,
 ):
@@ -135,9 +161,10 @@ def _compress_kernel(
     K: tl.constexpr = H * P
     NEW: tl.constexpr = 1.0 - ERROR_DECAY
     ROUNDER: tl.constexpr = 12582912.0 + (1 << (BITS - 1))
-    ERROR_ROUNDER: tl.constexpr = 12582912.0
     IS_DYNAMIC: tl.constexpr = FIXED_SCALE == 0.0
     IS_ERROR_BOUNDED: tl.constexpr = IS_DYNAMIC and FIXED_ERROR_SCALE == 0.0
+    KEEPS_ERROR: tl.constexpr = error_0_ptr is not None
+    error_ptrs = (error_0_ptr, error_1_ptr, error_2_ptr, error_3_ptr)
 
     rank = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0).to(tl.int64) * T
@@ -149,55 +176,65 @@ def _compress_kernel(
     h_1H = tl.arange(0, H_PADDED)[None, :]
     is_row_T = t_T < tl.minimum(num_blocks - block, T).to(tl.int32)
     is_code = is_row_T[:, None] & (h_1H < H)
-    is_grad = (t_T[:, None] * K + h_1H < numel) & (h_1H < H)
-    at = (t_T[:, None] * K + h_1H, t_T[:, None] * H + h_1H)
+    in_tile = t_T[:, None] * K + h_1H
+    at_code = t_T[:, None] * H + h_1H
 
-    unit_T1 = 0.0
-    if KEEPS_ERROR:
-        error_0_ptr += row * H
-        if P == 2:
-            error_1_ptr += row * H
-        unit_T1 = tl.full((T, 1), 1.0 / (FIXED_ERROR_SCALE or 1.0), tl.float32)
-        if FIXED_ERROR_SCALE == 0.0:
-            error_scale_ptr += row + t_T
-            unit_T1 = tl.load(error_scale_ptr, mask=is_row_T, other=0.0).to(tl.float32)[:, None]
-    grad_ptr += rank * chunk_numel + block * K
-    h_0, e_0 = _compensate(grad_ptr, error_0_ptr, at, is_grad, is_code, unit_T1, KEEPS_ERROR)
-    h_1, e_1 = h_0, e_0
-    if P == 2:
-        grad_ptr += H
-        is_grad = (t_T[:, None] * K + h_1H + H < numel) & (h_1H < H)
-        h_1, e_1 = _compensate(grad_ptr, error_1_ptr, at, is_grad, is_code, unit_T1, KEEPS_ERROR)
+    unit_T1 = tl.full((T, 1), 1.0 / (FIXED_ERROR_SCALE or 1.0), tl.float32)
+    if error_scale_ptr is not None:
+        error_scale_ptr += row + t_T
+        unit_T1 = tl.load(error_scale_ptr, mask=is_row_T, other=0.0).to(tl.float32)[:, None]
+    compensated = ()
+    errors = ()
+    for plane in tl.static_range(P):
+        h_TH, e_TH = _compensate(
+            grad_ptr + (rank * chunk_numel + block * K + plane * H),
+            error_ptrs[plane] + row * H if KEEPS_ERROR else None,
+            (in_tile, at_code),
+            (in_tile + plane * H < numel) & (h_1H < H),
+            is_code,
+            unit_T1,
+            KEEPS_ERROR,
+        )
+        compensated += (h_TH,)
+        errors += (e_TH,)
+    rotated = rotate_planes(compensated, T, H_PADDED, P) if ROTATES else compensated
 
-    is_finite_T, step_T, inverse_T, scale_T = _wire_scale(_absmax(h_0, h_1, P), BITS, FIXED_SCALE)
+    is_finite_T, step_T, inverse_T, scale_T = _wire_scale(
+        rotated, block_absmax(rotated, P), BITS, FIXED_SCALE, CODE_RANGE
+    )
     is_finite, step, inverse = is_finite_T[:, None], step_T[:, None], inverse_T[:, None]
     message_ptr += rank * message_stride
     scale_ptr = (message_ptr + scale_offset + block * 2).to(tl.pointer_type(tl.int16))
     tl.store(scale_ptr + t_T, scale_T, mask=is_row_T)
 
-    h_0 = tl.where(is_finite, h_0, 0.0)
-    q_0 = _round(h_0 * inverse, BITS, IS_DYNAMIC, ROUNDER)
-    byte = q_0.to(tl.int32, bitcast=True)
-    if P == 2:
-        h_1 = tl.where(is_finite, h_1, 0.0)
-        q_1 = _round(h_1 * inverse, BITS, IS_DYNAMIC, ROUNDER)
-        # Above the nibble of q_0 its byte is zero, and only the byte is stored.
-        byte = byte | (q_1.to(tl.int32, bitcast=True) << 4)
-    tl.store(message_ptr + code_offset + block * H + at[1], byte.to(tl.uint8), mask=is_code)
+    sent = ()
+    for plane in tl.static_range(P):
+        x = tl.where(is_finite, rotated[plane], 0.0) * inverse
+        if noise_ptr is not None:
+            at = (row * K + plane * H).to(tl.uint32) + in_tile.to(tl.uint32)
+            sent += (round_stochastic(x, tl.load(noise_ptr), at, BITS, ROUNDER),)
+        else:
+            sent += (round_to_code(x, BITS, IS_DYNAMIC, ROUNDER),)
+    code_ptr = message_ptr + code_offset + block * H + at_code
+    tl.store(code_ptr, pack_codes(sent, BITS), mask=is_code)
 
     if KEEPS_ERROR:
-        # r is the new error / NEW: one multiplication less, exact as NEW is a power of two.
-        unit_T1 = tl.where(is_finite, unit_T1 * (ERROR_DECAY / NEW), 0.0)
-        r_0 = h_0 - (q_0 - ROUNDER) * step + e_0 * unit_T1
-        r_1 = r_0
-        if P == 2:
-            r_1 = h_1 - (q_1 - ROUNDER) * step + e_1 * unit_T1
-        inverse = _error_scale(error_scale_ptr, r_0, r_1, is_row_T, P, NEW, FIXED_ERROR_SCALE)
-        y_0 = _round(r_0 * inverse, 8, IS_ERROR_BOUNDED, ERROR_ROUNDER)
-        tl.store(error_0_ptr + at[1], y_0.to(tl.int32, bitcast=True).to(tl.int8), mask=is_code)
-        if P == 2:
-            y_1 = _round(r_1 * inverse, 8, IS_ERROR_BOUNDED, ERROR_ROUNDER)
-            tl.store(error_1_ptr + at[1], y_1.to(tl.int32, bitcast=True).to(tl.int8), mask=is_code)
+        kept_T1 = tl.where(is_finite, unit_T1 * (ERROR_DECAY / NEW), 0.0)
+        found = (compensated, sent, errors)
+        residuals = _residuals(
+            found, is_finite, step, kept_T1, T, H_PADDED, P, ROUNDER, ROTATES, TRACKS
+        )
+        inverse = tl.full((T, 1), NEW, tl.float32)
+        if ERROR_BITS < 32:
+            inverse = _error_scale(
+                error_scale_ptr, residuals, is_row_T, P, NEW, FIXED_ERROR_SCALE, ERROR_BITS
+            )
+        for plane in tl.static_range(P):
+            new = residuals[plane] * inverse
+            if ERROR_BITS < 32:
+                new = round_to_code(new, ERROR_BITS, IS_ERROR_BOUNDED, 12582912.0)
+                new = new.to(tl.int32, bitcast=True).to(error_0_ptr.dtype.element_ty)
+            tl.store(error_ptrs[plane] + row * H + at_code, new, mask=is_code)
 
 
 @triton_op("loco_compile::compress", mutates_args=_MUTATED)
@@ -206,11 +243,18 @@ def _compress(
     message: Tensor,
     error_0: Tensor | None,
     error_1: Tensor | None,
+    error_2: Tensor | None,
+    error_3: Tensor | None,
     error_scale: Tensor | None,
+    noise: Tensor | None,
     chunk_numel: int,
     block_numel: int,
     bits: int,
+    code_range: str,
+    rotates: bool,
+    tracks_gradient: bool,
     fixed_scale: float,
+    error_bits: int,
     fixed_error_scale: float,
     error_decay: float,
     code_offset: int,
@@ -228,7 +272,10 @@ def _compress(
         message,
         error_0,
         error_1,
+        error_2,
+        error_3,
         error_scale,
+        noise,
         grad.numel(),
         chunk_numel,
         num_blocks,
@@ -239,8 +286,11 @@ def _compress(
         H_PADDED=plane_padded,
         T=tile_blocks,
         BITS=bits,
-        KEEPS_ERROR=error_0 is not None,
+        CODE_RANGE=code_range,
+        ROTATES=rotates,
+        TRACKS=tracks_gradient,
         FIXED_SCALE=fixed_scale,
+        ERROR_BITS=error_bits,
         FIXED_ERROR_SCALE=fixed_error_scale,
         ERROR_DECAY=error_decay,
         num_warps=_NUM_WARPS,
@@ -250,7 +300,7 @@ def _compress(
 def compress_into(
     message: Tensor,
     grad: Tensor,
-    error: Error | None,
+    memory: Memory,
     *,
     layout: Layout,
     recipe: Recipe,
@@ -260,27 +310,33 @@ def compress_into(
     """Write codes and scales of one gradient into `message`, and the new error over the old one.
 
     Shapes:  message (W, M) uint8, rows contiguous: codes at byte `code_offset` of each row, scales
-             at `scale_offset` (even). grad: as `reference.compress`, contiguous. error: contiguous.
+             at `scale_offset` (even). grad: as `reference.compress`, contiguous. memory: as there,
+             contiguous; its noise is read, and left as it is.
     Keeps:   bit for bit what `reference.compress` returns, if 1 - error_decay and the fixed scales
              are powers of two; with others the error may differ by one code, on a tie.
     Source:  docs/equations.md (E1) to (E6).
     """
-    if recipe.keeps_error != (error is not None):
+    if len(memory.planes) != recipe.codes_per_byte * recipe.keeps_error:
         raise ValueError(
-            f"compress_into: Recipe.keeps_error is {recipe.keeps_error}, so the error must be "
-            f"{'given' if recipe.keeps_error else 'None'}"
+            f"compress_into: Recipe.keeps_error is {recipe.keeps_error} with {recipe.bits} bits, "
+            f"so the memory must have {recipe.codes_per_byte * recipe.keeps_error} planes, got "
+            f"{len(memory.planes)}"
         )
-    planes = error.planes if error is not None else ()
+    planes: list[Tensor | None] = [*memory.planes, *[None] * (4 - len(memory.planes))]
     _compress(
         grad.reshape(-1),
         message,
-        planes[0] if planes else None,
-        planes[1] if len(planes) > 1 else None,
-        error.scale if error is not None else None,
+        *planes,
+        memory.scale,
+        memory.noise,
         layout.chunk_numel,
         layout.block_numel,
         recipe.bits,
+        recipe.code_range,
+        recipe.rotates,
+        recipe.tracks_gradient,
         recipe.fixed_scale or 0.0,
+        recipe.error_bits,
         recipe.fixed_error_scale or 0.0,
         recipe.error_decay,
         code_offset,

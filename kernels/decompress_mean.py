@@ -9,7 +9,7 @@ of its P planes, T blocks of one program, M bytes of a row of the message.
 """
 
 # Triton's functions are typed by their launch, not by annotations.
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,assignment"
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from .device import rotate_rows
 from .layout import Layout
 from .recipe import Recipe
+from .reference import mean_factor
 
 _ELEMENTS_PER_PROGRAM = 4096
 _NUM_WARPS = 4
@@ -35,9 +37,19 @@ def _code(byte_TH, SHIFT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _add_rank(sums, byte_TH, scale_T1, BITS: tl.constexpr):
+    """Add what one rank sent to the P sums (T, H)."""
+    added = ()
+    for plane in tl.static_range(8 // BITS):
+        added += (sums[plane] + _code(byte_TH, plane * BITS, BITS) * scale_T1,)
+    return added
+
+
+@triton.jit
 def _decompress_mean_kernel(
     message_ptr,
     out_ptr,
+    known_ptr,
     out_numel,
     num_ranks,
     message_stride,
@@ -48,10 +60,12 @@ def _decompress_mean_kernel(
     H_PADDED: tl.constexpr,
     T: tl.constexpr,
     BITS: tl.constexpr,
+    ROTATES: tl.constexpr,
 ):
-    """Sum T blocks over the ranks and multiply. Source: docs/equations.md (E7), (E8)."""
+    """Sum T blocks over the ranks and multiply. Source: docs/equations.md (E7), (E8), (E8b)."""
     P: tl.constexpr = 8 // BITS
     K: tl.constexpr = H * P
+    TRACKS: tl.constexpr = known_ptr is not None
     block = tl.program_id(0).to(tl.int64) * T
     numel = tl.minimum(out_numel - block * K, T * K).to(tl.int32)
     t_T = tl.arange(0, T)
@@ -61,35 +75,45 @@ def _decompress_mean_kernel(
 
     scale_ptr = (message_ptr + scale_offset + block * 2).to(tl.pointer_type(tl.int16)) + t_T
     code_ptr = message_ptr + code_offset + block * H + (t_T[:, None] * H + h_1H)
-    sum_0 = tl.full((T, H_PADDED), 0.0, tl.float32)
-    sum_1 = sum_0
+    zero_TH = tl.full((T, H_PADDED), 0.0, tl.float32)
+    sums = (zero_TH,) * P
+    is_lost_T = tl.full((T,), 0, tl.int32)
     rank_stride = tl.full((), message_stride, tl.int64)
     for _ in range(num_ranks):
         byte_TH = tl.load(code_ptr, mask=is_code, other=0).to(tl.int32)
         scale_T = tl.load(scale_ptr, mask=is_row_T, other=0).to(tl.int32) << 16
-        scale_T1 = scale_T.to(tl.float32, bitcast=True)[:, None]
-        sum_0 += _code(byte_TH, 0, BITS) * scale_T1
-        if P == 2:
-            sum_1 += _code(byte_TH, 4, BITS) * scale_T1
+        if TRACKS:
+            is_nan_T = (scale_T & 0x7FFFFFFF) > 0x7F800000
+            is_lost_T = tl.where(is_nan_T, 1, is_lost_T)
+            scale_T = tl.where(is_nan_T, 0, scale_T)
+        sums = _add_rank(sums, byte_TH, scale_T.to(tl.float32, bitcast=True)[:, None], BITS)
         code_ptr += rank_stride
         scale_ptr += rank_stride // 2
 
-    out_ptr += block * K
     at = t_T[:, None] * K + h_1H
     factor = tl.full((), multiplier, tl.float32)
-    dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + at, (sum_0 * factor).to(dtype), mask=(at < numel) & (h_1H < H))
-    if P == 2:
+    for plane in tl.static_range(P):
+        mean_TH = sums[plane]
+        if ROTATES:
+            mean_TH = rotate_rows(mean_TH, T, H_PADDED)
+        mean_TH *= factor
+        is_out = (at < numel) & (h_1H < H)
+        if TRACKS:
+            mean_TH += tl.load(known_ptr + block * K + at, mask=is_out, other=0.0)
+            tl.store(known_ptr + block * K + at, mean_TH, mask=is_out)
+            mean_TH = tl.where(is_lost_T[:, None] != 0, float("nan"), mean_TH)
+        tl.store(out_ptr + block * K + at, mean_TH.to(out_ptr.dtype.element_ty), mask=is_out)
         at += H
-        tl.store(out_ptr + at, (sum_1 * factor).to(dtype), mask=(at < numel) & (h_1H < H))
 
 
-@triton_op("loco_compile::decompress_mean", mutates_args=())
+@triton_op("loco_compile::decompress_mean", mutates_args=("known",))
 def _decompress_mean(
     message: Tensor,
+    known: Tensor | None,
     out_numel: int,
     block_numel: int,
     bits: int,
+    rotates: bool,
     multiplier: float,
     dtype: torch.dtype,
     code_offset: int,
@@ -106,6 +130,7 @@ def _decompress_mean(
     wrap_triton(_decompress_mean_kernel)[(-(-num_blocks // tile_blocks), 1, 1)](
         message,
         out,
+        known,
         out_numel,
         message.shape[0],
         message.stride(0),
@@ -116,6 +141,7 @@ def _decompress_mean(
         H_PADDED=plane_padded,
         T=tile_blocks,
         BITS=bits,
+        ROTATES=rotates,
         num_warps=_NUM_WARPS,
     )
     return out
@@ -123,6 +149,7 @@ def _decompress_mean(
 
 def decompress_mean_from(
     message: Tensor,
+    known: Tensor | None = None,
     *,
     layout: Layout,
     recipe: Recipe,
@@ -137,15 +164,24 @@ def decompress_mean_from(
     Shapes:  message (W, M) uint8, rows contiguous, codes and scales as `compress_into` wrote them;
              result (out_numel,): the first elements of the chunk, all N of them by default.
     Units:   `divisor` is W for an averaging reduce-scatter and 1 for a summing one.
-    Keeps:   bit for bit what `reference.decompress_mean(...).to(dtype)` returns.
-    Source:  docs/equations.md (E7), (E8).
+    Keeps:   bit for bit what `reference.decompress_mean(...).to(dtype)` returns. With `known` (N,)
+             float32, what `decompress_change` returns, if `divisor` is a power of two; `known` is
+             written over.
+    Source:  docs/equations.md (E7), (E8), (E8b).
     """
+    if recipe.tracks_gradient != (known is not None):
+        raise ValueError(
+            f"decompress_mean_from: Recipe.tracks_gradient is {recipe.tracks_gradient}, so known "
+            f"must be {'given' if recipe.tracks_gradient else 'None'}"
+        )
     mean: Tensor = _decompress_mean(
         message,
+        known,
         layout.chunk_numel if out_numel is None else out_numel,
         layout.block_numel,
         recipe.bits,
-        (1.0 if recipe.fixed_scale is None else 1.0 / recipe.fixed_scale) / divisor,
+        recipe.rotates,
+        mean_factor(recipe, divisor),
         dtype,
         code_offset,
         scale_offset,

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from .kernels.layout import BLOCK_MULTIPLE
-from .kernels.recipe import Recipe
+from .kernels.recipe import ROTATION, CodeRange, Recipe
 
-Method = Literal["loco", "none"]
+Method = Literal["loco", "ef", "ef21", "zeropp", "none"]
 Scale = Literal["block", "fixed"]
+Rounding = Literal["nearest", "stochastic"]
+Rotation = Literal["none", "hadamard"]
 OnUncaptured = Literal["error", "warn"]
 Inner = Literal["inductor", "aot_eager"]
 
@@ -29,10 +31,12 @@ class LoCoConfig:
     """
 
     method: Method = "loco"
-    """What is sent: "loco" (low-bit codes with averaged error feedback) or "none" (the graph as it
-    was, bit for bit)."""
+    """What is sent, and what is kept of it: "loco" (averaged 8-bit error feedback), "ef" (the last
+    error, in 16 bits, never reset), "ef21" (the change of the gradient since the last step, added
+    up by the receiver), "zeropp" (no feedback: ZeRO++'s) or "none" (the graph as it was, bit for
+    bit). A method fixes some of the fields below: see docs/config.md."""
     bits: int = 4
-    """Width of one gradient code on the wire, in bits: 4 or 8."""
+    """Width of one gradient code on the wire, in bits: 2, 4 or 8."""
     scale: Scale = "block"
     """Scale of the codes: "block" (one bfloat16 for each block, from its largest magnitude) or
     "fixed" (`fixed_scale`, as in the paper)."""
@@ -40,11 +44,23 @@ class LoCoConfig:
     """Elements that share one scale: a multiple of 64 from 64 to 1024."""
     fixed_scale: float = 2.0**19
     """s in (E1), codes per gradient unit; a power of two. Only used with scale="fixed"."""
+    code_range: CodeRange = "full"
+    """What the element of a block with the largest magnitude becomes. With 4 bits: -8 or +8, the
+    latter clipped to 7 ("full"); -7 or +7 ("symmetric"); or always -8, with a scale of the other
+    sign where that element is positive ("signed"). Only used with scale="block"."""
+    rounding: Rounding = "nearest"
+    """How codes are rounded: "nearest", or "stochastic" (up with the probability of the rest, from
+    a hash of the parameter's name, the rank, the step and the element)."""
+    rotation: Rotation = "none"
+    """What is quantised: the gradient ("none") or the Hadamard transform of every 32 elements
+    ("hadamard"), which spreads outliers. Needs scale="block"."""
+    error_bits: int = 8
+    """Width of the stored error, in bits: 8, 16, or 32 for float32 without a scale."""
     error_decay: float = 0.5
     """Weight of the OLD error in the moving average (E5), in [0, 1). 0 is classic error feedback.
     Values where 1 - error_decay is a power of two give the same bits on every backend."""
     error_scale: Scale = "block"
-    """Scale of the stored 8-bit error: "block" or "fixed" (`fixed_error_scale`)."""
+    """Scale of the stored error codes: "block" or "fixed" (`fixed_error_scale`)."""
     fixed_error_scale: float = 2.0**21
     """s_e in (E2), error codes per gradient unit, above 0. Only used with error_scale="fixed"."""
     reset_interval: int = 512
@@ -66,13 +82,18 @@ class LoCoConfig:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_ranges()
+        self._apply_method()
         self._check_combinations()
 
     def _check_choices(self) -> None:
         choices: dict[str, tuple[Any, ...]] = {
             "method": get_args(Method),
-            "bits": (4, 8),
+            "bits": (2, 4, 8),
             "scale": get_args(Scale),
+            "code_range": get_args(CodeRange),
+            "rounding": get_args(Rounding),
+            "rotation": get_args(Rotation),
+            "error_bits": (8, 16, 32),
             "error_scale": get_args(Scale),
             "on_uncaptured": get_args(OnUncaptured),
             "inner": get_args(Inner),
@@ -109,15 +130,51 @@ class LoCoConfig:
         is_tuple = isinstance(self.exempt, tuple) and all(isinstance(p, str) for p in self.exempt)
         need("exempt", 'a tuple of glob patterns such as ("*.embed.weight",)', is_tuple)
 
+    def _apply_method(self) -> None:
+        """Set the fields that the method fixes, unless they were set to something else."""
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        for name, value in _METHODS[self.method].items():
+            given = getattr(self, name)
+            if given not in (default[name], value):
+                raise ValueError(
+                    f"LoCoConfig.{name} is {value!r} with method={self.method!r}, got {given!r}. "
+                    f"Leave it out, or use method='loco', which has it free."
+                )
+            object.__setattr__(self, name, value)
+
     def _check_combinations(self) -> None:
         if self.method == "none":
             return
-        phantom = self.scale == "block" and self.error_scale == "fixed"
+        if self.method == "zeropp" and self.bits == 2:
+            raise ValueError("LoCoConfig.bits must be 4 or 8 with method='zeropp', got 2")
+        if self.error_scale == "fixed" and self.error_bits == 32:
+            raise ValueError(
+                "LoCoConfig: error_bits=32 keeps the error as float32, without a scale; got "
+                "error_scale='fixed'. Use error_scale='block', or error_bits=8 or 16."
+            )
+        if self.rotation == "hadamard":
+            self._check_rotation()
+        has_error = self.method in ("loco", "ef")
+        phantom = has_error and self.scale == "block" and self.error_scale == "fixed"
         if phantom and self.error_decay >= _PHANTOM_DECAY:
             raise ValueError(
                 "LoCoConfig: scale='block' with error_scale='fixed' needs error_decay below "
                 f"{_PHANTOM_DECAY}, got {self.error_decay}: small error codes would never decay "
                 "and be sent again for ever. Use error_scale='block', or error_decay=0."
+            )
+
+    def _check_rotation(self) -> None:
+        if self.scale == "fixed":
+            raise ValueError(
+                "LoCoConfig: rotation='hadamard' changes the size of what is quantised, so a fixed "
+                "scale does not fit it. Use scale='block', or rotation='none'."
+            )
+        # A run of 32 elements lies in one plane of a block.
+        multiple = ROTATION * 8 // self.bits
+        if self.block_numel % multiple:
+            raise ValueError(
+                f"LoCoConfig.block_numel must be a multiple of {multiple} with rotation='hadamard' "
+                f"and bits={self.bits}, got {self.block_numel}"
             )
 
     @classmethod
@@ -156,6 +213,12 @@ class LoCoConfig:
             bits=self.bits,
             block_numel=self.block_numel,
             fixed_scale=self.fixed_scale if self.scale == "fixed" else None,
+            code_range=self.code_range,
+            stochastic=self.rounding == "stochastic",
+            rotates=self.rotation == "hadamard",
+            keeps_error=self.method != "zeropp",
+            tracks_gradient=self.method == "ef21",
+            error_bits=self.error_bits,
             error_decay=self.error_decay,
             fixed_error_scale=self.fixed_error_scale if self.error_scale == "fixed" else None,
         )
@@ -173,6 +236,16 @@ class LoCoConfig:
         changed = [f"{k}={v!r}" for k, v in dataclasses.asdict(self).items() if v != default[k]]
         return f"LoCoConfig({', '.join(changed)})"
 
+
+_METHODS: dict[Method, dict[str, Any]] = {
+    "loco": {},
+    "ef": {"error_bits": 16, "error_decay": 0.0, "reset_interval": 0},
+    # float32 on both sides: what a sender takes for known must be what the receiver knows.
+    "ef21": {"error_bits": 32, "error_decay": 0.0, "error_scale": "block", "reset_interval": 0},
+    "zeropp": {"error_bits": 8, "error_decay": 0.0, "error_scale": "block", "reset_interval": 0},
+    "none": {},
+}
+"""What each method fixes. What else it is: `LoCoConfig.arithmetic`."""
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "default": {},

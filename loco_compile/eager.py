@@ -123,11 +123,13 @@ def _exchange(
 ) -> list[Tensor]:
     """Send (W, N) gradients, all in one message; return the averaged (N,) shards."""
     parts = [Part(*p.format(), dtype=g.dtype) for p, g in zip(own, grads, strict=True)]
-    buffers = [e for p in own for e in p.error]
-    message, new = compress_all([g.contiguous() for g in grads], buffers, parts)
+    sender = [e for o, p in zip(own, parts, strict=True) for e in o.error[: p.num_buffers]]
+    receiver = [e for o, p in zip(own, parts, strict=True) for e in o.error[p.num_buffers :]]
+    message, new = compress_all([g.contiguous() for g in grads], sender, parts)
     received = torch.empty_like(message)
     dist.all_to_all_single(received.view(-1), message.view(-1), group=group)
-    for buffer, value in zip(buffers, new, strict=True):
+    means, known = unpack_mean(received, receiver, parts, divisor=divisor)
+    for buffer, value in zip([*sender, *receiver], [*new, *known], strict=True):
         if buffer is not value:
             buffer.copy_(value)
-    return unpack_mean(received, parts, divisor=divisor)
+    return means

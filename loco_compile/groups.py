@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._guards import CompileContext
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
@@ -21,6 +22,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from . import compat, guard, refuse
 from .config import LoCoConfig
+from .kernels.layout import Layout
+from .kernels.memory import first_noise
+from .kernels.recipe import Recipe
 from .passes.markers import Tag
 from .passes.plan import Decline, Parameter, decide, layout_of
 from .state import (
@@ -235,7 +239,8 @@ def _parameter_state(
         if spec.num_replicas > 1:
             chunk_numel = -(-shard_numel // spec.num_replicas)
         layout = layout_of(facts.num_ranks, chunk_numel, recipe)
-        error = _error(layout, recipe, group.device, before)
+        noise = first_noise(name, dist.get_rank())
+        error = _error(layout, recipe, group.device, before, noise)
     later = _dump(spec, decline)
     num_steps = before.num_steps if before is not None else 0
     waits = decline is None and num_steps < config.start_step
@@ -275,14 +280,20 @@ def _make_leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     return leaf.requires_grad_()
 
 
-def _error(layout: Any, recipe: Any, device: torch.device, before: ParameterState | None) -> Any:
+def _error(
+    layout: Layout,
+    recipe: Recipe,
+    device: torch.device,
+    before: ParameterState | None,
+    noise: int,
+) -> list[torch.Tensor]:
     if before is not None and before.error:
         if (before.layout, before.recipe) == (layout, recipe):
             return before.error
         log.warning(
             "%s: the config changed the error's format, its error starts at zero", before.name
         )
-    return allocate_error(layout, recipe, device)
+    return allocate_error(layout, recipe, device, noise=noise)
 
 
 def _dump(spec: Spec, decline: Decline | None) -> str:

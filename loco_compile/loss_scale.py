@@ -58,9 +58,8 @@ def _rescale_after_updates() -> None:
         if new_scale is None:
             # Smaller means an overflow. On the device: the host must not wait for it.
             factor = torch.where(factor < 1, torch.zeros_like(factor), factor)
-        scales = [s.error[-1] for s in states]
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(scales)):
-            torch._foreach_mul_(scales, factor)
+        for state in states:
+            state.rescale_error(factor)
 
     GradScaler.update = rescaled_update  # type: ignore[method-assign]  # see `install`
 

@@ -23,8 +23,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from . import compat
 from .config import LoCoConfig
 from .kernels.layout import Layout
+from .kernels.memory import Memory, formats
 from .kernels.recipe import Recipe
-from .kernels.reference import Error, decompress_error
+from .kernels.reference import decompress_error
 from .passes.plan import Decline
 from .unshard import Spec
 
@@ -61,8 +62,8 @@ class ParameterState:
     recipe: Recipe | None
     """Arithmetic; None for a parameter that is not compressed."""
     error: list[Tensor]
-    """P planes (W, B, H) int8, then the block scales (W, B, slots) bfloat16 if the recipe has
-    them, each scale once for every slot."""
+    """The buffers of kernels/memory.py, with the block scales as (W, B, slots): each once for
+    every slot."""
     held: Tensor | None = None
     """A leaf of the full shape and no memory, in the dtype of the reduction: its `.grad` is the sum
     of the gradients that were not reduced. None as long as every gradient was."""
@@ -71,13 +72,13 @@ class ParameterState:
     num_steps: int = 0
     """Optimizer steps taken with this parameter."""
 
-    def as_error(self) -> Error:
-        """Return the tensors as the kernels name them."""
-        if self.layout is None:
-            raise AssertionError(f"expected a compressed parameter, {self.name} is not")
-        num_planes = self.layout.codes_per_byte
-        scale = self.error[num_planes].select(-1, 0) if len(self.error) > num_planes else None
-        return Error(tuple(self.error[:num_planes]), scale)
+    def memory(self) -> Memory:
+        """Return the buffers as the kernels name them."""
+        _, recipe = self.format()
+        memory = Memory.of(self.error, recipe)
+        if memory.scale is None:
+            return memory
+        return memory._replace(scale=memory.scale.select(-1, 0))
 
     def is_compressed_now(self) -> bool:
         """Return whether the next gradient goes out compressed."""
@@ -90,11 +91,18 @@ class ParameterState:
         return self.layout, self.recipe
 
     def zero_error(self) -> None:
-        """Forget what was not sent."""
+        """Forget what was not sent, and what the receivers know."""
+        own = [t for t in self.error if t.dtype != torch.int64]  # but not the noise
         # Backward graphs have saved these buffers: a version bump would make autograd refuse them.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.error)):
-            for tensor in self.error:
+        with torch.autograd._unsafe_preserve_version_counter(tuple(own)):
+            for tensor in own:
                 tensor.zero_()
+
+    def rescale_error(self, factor: Tensor) -> None:
+        """Follow a loss scale that has changed by a factor. Error scales must not be fixed."""
+        own = [t for t in self.error if t.dtype.is_floating_point]  # block scales, or float errors
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own)):
+            torch._foreach_mul_(own, factor)
 
     def numel(self) -> int:
         """Elements of the full parameter."""
@@ -200,22 +208,24 @@ class GroupState:
         return {e.data_ptr() for p in self.parameters for e in p.error}
 
 
-def allocate_error(layout: Layout, recipe: Recipe, device: torch.device) -> list[Tensor]:
-    """Return zeroed error tensors, static: no recompile may make their shapes symbolic."""
-    planes = [
-        torch.zeros(layout.plane_shape, dtype=torch.int8, device=device)
-        for _ in range(layout.codes_per_byte)
-    ]
-    if recipe.fixed_error_scale is None:
-        # The CPU keeps every scale twice. Inductor fuses the loops over a tensor's blocks only if
-        # none of them runs over the blocks alone: it would be vectorised along them. Tested on the
-        # generated code in tests/passes/test_generated_code.py.
-        slots = 2 if device.type == "cpu" else 1
-        shape = (*layout.scale_shape, slots)
-        planes.append(torch.zeros(shape, dtype=torch.bfloat16, device=device))
-    for tensor in planes:
-        torch._dynamo.mark_static(tensor)
-    return planes
+def allocate_error(
+    layout: Layout, recipe: Recipe, device: torch.device, *, noise: int = 0
+) -> list[Tensor]:
+    """Return zeroed buffers, static: no recompile may make their shapes symbolic.
+
+    `noise`: where the random numbers of stochastic rounding start.
+    """
+    buffers = []
+    for shape, dtype in formats(layout, recipe):
+        if dtype == torch.bfloat16:
+            # The CPU keeps every scale twice. Inductor fuses the loops over a tensor's blocks only
+            # if none of them runs over the blocks alone: it would be vectorised along them. Tested
+            # on the generated code in tests/passes/test_generated_code.py.
+            shape = (*shape, 2 if device.type == "cpu" else 1)
+        start = noise if dtype == torch.int64 else 0
+        buffers.append(torch.full(shape, start, dtype=dtype, device=device))
+        torch._dynamo.mark_static(buffers[-1])
+    return buffers
 
 
 def group_state(group: FSDPParamGroup) -> GroupState | None:
@@ -300,19 +310,23 @@ class ErrorState:
         )
 
     def saturation(self) -> dict[str, int]:
-        """Return how many stored error codes of each parameter sit at the end of the int8 range."""
-        return self._each(
-            lambda _, codes: int(sum(((c == -128) | (c == 127)).sum() for c in codes))
-        )
+        """Return how many stored error codes of each parameter sit at an end of their range."""
+        return self._each(lambda _, codes: sum(_num_at_ends(c) for c in codes))
 
     def _each(self, measure: Callable[[list[Tensor], tuple[Tensor, ...]], Any]) -> dict[str, Any]:
         values = {}
         for name, parameter in self._parameters.items():
-            error = parameter.as_error()
-            if parameter.recipe is None:
-                raise AssertionError(f"expected a recipe for {parameter.name}")
-            values[name] = measure(decompress_error(error, parameter.recipe), error.planes)
+            _, recipe = parameter.format()
+            memory = parameter.memory()
+            values[name] = measure(decompress_error(memory, recipe), memory.planes)
         return values
+
+
+def _num_at_ends(codes: Tensor) -> int:
+    if codes.dtype.is_floating_point:
+        return 0
+    ends = torch.iinfo(codes.dtype)
+    return int(((codes == ends.min) | (codes == ends.max)).sum())
 
 
 def find_groups(model: nn.Module) -> dict[FSDPParamGroup, str]:

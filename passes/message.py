@@ -9,8 +9,9 @@ the Triton ops, which write straight into the message and over the old error.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,15 @@ from torch import Tensor
 
 from loco_compile import kernels
 from loco_compile.kernels.layout import ALIGNMENT, Layout, message_bytes, section_bytes
+from loco_compile.kernels.memory import Memory, num_sender_buffers
 from loco_compile.kernels.recipe import Recipe
-from loco_compile.kernels.reference import Compressed, Error, compress, decompress_mean
+from loco_compile.kernels.reference import (
+    Compressed,
+    compress,
+    decompress_change,
+    decompress_mean,
+    next_noise,
+)
 
 
 class Part(NamedTuple):
@@ -32,10 +40,8 @@ class Part(NamedTuple):
 
     @property
     def num_buffers(self) -> int:
-        """Error buffers of the tensor: its planes, and the scales unless they are fixed."""
-        if not self.recipe.keeps_error:
-            return 0
-        return self.layout.codes_per_byte + (self.recipe.fixed_error_scale is None)
+        """Buffers that the sender of the tensor keeps."""
+        return num_sender_buffers(self.recipe)
 
 
 def compress_all(
@@ -43,17 +49,17 @@ def compress_all(
 ) -> tuple[Tensor, list[Tensor]]:
     """Compress each gradient; return the message (W, M) and the new contents of `buffers`.
 
-    Shapes: grads: any shape with at most W * N elements; buffers: for each part its planes
-            (W, B, H) int8, then its scales (W, B, slots) bfloat16 if it has them.
+    Shapes: grads: any shape with at most W * N elements; buffers: for each part those of
+            kernels/memory.py without `known`, the scales as (W, B, slots).
     """
     own = _split_buffers(buffers, parts)
     if grads[0].device.type != "cpu":
-        return _compress_with_triton(grads, own, parts), list(buffers)
+        return _compress_with_triton(grads, own, parts), [_after_triton(b) for b in buffers]
     done = [
-        compress(g, _as_error(b, slot=0), layout=p.layout, recipe=p.recipe)
+        compress(g, _as_memory(b, p, slot=0), layout=p.layout, recipe=p.recipe)
         for g, b, p in zip(grads, own, parts, strict=True)
     ]
-    new = [t for d, b in zip(done, own, strict=True) for t in _as_buffers(d.error, like=b)]
+    new = [t for d, b in zip(done, own, strict=True) for t in _as_buffers(d.memory, like=b)]
     return pack(done), new
 
 
@@ -68,7 +74,7 @@ def _compress_with_triton(
         kernels.compress_into(
             message,
             grad,
-            _as_error(own, slot=None),
+            _as_memory(own, part, slot=None),
             layout=part.layout,
             recipe=part.recipe,
             code_offset=code_offset,
@@ -88,23 +94,25 @@ def _split_buffers(buffers: Sequence[Tensor], parts: Sequence[Part]) -> list[Seq
     return [buffers[a:b] for a, b in itertools.pairwise(starts)]
 
 
-def _as_error(buffers: Sequence[Tensor], *, slot: int | None) -> Error | None:
+def _after_triton(buffer: Tensor) -> Tensor:
+    """Return a buffer's new contents: the kernel wrote over the error, and only read the noise."""
+    return next_noise(buffer) if buffer.dtype == torch.int64 else buffer
+
+
+def _as_memory(buffers: Sequence[Tensor], part: Part, *, slot: int | None) -> Memory:
     """Name one tensor's buffers. `slot`: the copy of each scale to read, None for all of them."""
-    if not buffers:
-        return None
-    planes = tuple(b for b in buffers if b.dtype == torch.int8)
-    scale = buffers[-1] if len(buffers) > len(planes) else None
-    if scale is not None and slot is not None:
-        scale = scale.select(-1, slot)
-    return Error(planes, scale)
+    memory = Memory.of(buffers, dataclasses.replace(part.recipe, tracks_gradient=False))
+    if memory.scale is not None and slot is not None:
+        memory = memory._replace(scale=memory.scale.select(-1, slot))
+    return memory
 
 
-def _as_buffers(error: Error | None, *, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return a new error in the shapes of the buffers that it goes into."""
-    if error is None:
-        return []
-    scales = [] if error.scale is None else [error.scale.unsqueeze(-1).expand(like[-1].shape)]
-    return [*error.planes, *scales]
+def _as_buffers(memory: Memory, *, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return what a sender keeps in the shapes of the buffers that it goes into."""
+    return [
+        new if new.dim() == old.dim() else new.unsqueeze(-1).expand(old.shape)
+        for new, old in zip(memory.tensors(), like, strict=True)
+    ]
 
 
 def pack(parts: Sequence[Compressed]) -> Tensor:
@@ -131,29 +139,58 @@ def _bytes_to_scale(raw: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def unpack_mean(received: Tensor, parts: Sequence[Part], *, divisor: float) -> list[Tensor]:
-    """Return each tensor's averaged shard (N,) from the message (W, M) that came in."""
-    layouts = [p.layout for p in parts]
-    if received.device.type != "cpu":
-        return [
-            kernels.decompress_mean_from(
-                received,
-                layout=part.layout,
-                recipe=part.recipe,
-                code_offset=code_offset,
-                scale_offset=scale_offset,
-                divisor=divisor,
-                dtype=part.dtype,
-            )
-            for part, (code_offset, scale_offset) in zip(parts, _offsets(layouts), strict=True)
-        ]
-    sections = received.split(section_bytes(layouts), dim=1)
-    shards = []
-    for index, part in enumerate(parts):
+def unpack_mean(
+    received: Tensor, known: Sequence[Tensor], parts: Sequence[Part], *, divisor: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each tensor's averaged shard (N,) from the message (W, M) that came in.
+
+    `known`: the (N,) means of the parts that track the gradient; their new contents come back too.
+    """
+    tracked = iter(known)
+    own = [next(tracked) if p.recipe.tracks_gradient else None for p in parts]
+    unpack = _unpack if received.device.type == "cpu" else _unpack_with_triton
+    means, new = [], []
+    for mean, after in unpack(received, own, parts, divisor):
+        means.append(mean)
+        if after is not None:
+            new.append(after)
+    return means, new
+
+
+def _unpack(
+    received: Tensor, known: Sequence[Tensor | None], parts: Sequence[Part], divisor: float
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the mean of each part, and what is known after it."""
+    sections = received.split(section_bytes([p.layout for p in parts]), dim=1)
+    for index, (part, before) in enumerate(zip(parts, known, strict=True)):
         codes = sections[index].reshape(part.layout.plane_shape)
         scales = _bytes_to_scale(sections[len(parts) + index])
-        shard = decompress_mean(
-            codes, scales, layout=part.layout, recipe=part.recipe, divisor=divisor
+        after = None
+        if before is None:
+            mean = decompress_mean(
+                codes, scales, layout=part.layout, recipe=part.recipe, divisor=divisor
+            )
+        else:
+            mean, after = decompress_change(
+                codes, scales, before, layout=part.layout, recipe=part.recipe, divisor=divisor
+            )
+        yield mean.to(part.dtype), after
+
+
+def _unpack_with_triton(
+    received: Tensor, known: Sequence[Tensor | None], parts: Sequence[Part], divisor: float
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the same, with what is known written over."""
+    offsets = _offsets([p.layout for p in parts])
+    for part, before, (code_offset, scale_offset) in zip(parts, known, offsets, strict=True):
+        mean = kernels.decompress_mean_from(
+            received,
+            before,
+            layout=part.layout,
+            recipe=part.recipe,
+            code_offset=code_offset,
+            scale_offset=scale_offset,
+            divisor=divisor,
+            dtype=part.dtype,
         )
-        shards.append(shard.to(part.dtype))
-    return shards
+        yield mean, before

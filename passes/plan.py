@@ -13,6 +13,7 @@ import torch
 
 from loco_compile.config import LoCoConfig
 from loco_compile.kernels.layout import Layout
+from loco_compile.kernels.memory import formats
 from loco_compile.kernels.recipe import Recipe
 
 from .bucket import Bucket
@@ -35,7 +36,7 @@ class Decline(str, enum.Enum):
     START = "before start_step"
     INSIDE_REPLICA = "inside a replica (HSDP): the all-reduce between replicas is compressed"
     REDUCTION = "reduction is neither avg nor sum"
-    NO_STATE = "no error buffers are bound to this reduce-scatter"
+    NO_STATE = "no buffers are bound to this reduce-scatter"
     NOT_COMPILED = "runs outside every compiled region"
     UNUSED = "got no gradient in the compiled step"
 
@@ -137,9 +138,13 @@ def _choose(site: Site, config: LoCoConfig) -> Choice:
         decline = Decline.REDUCTION
     elif site.val.dtype not in COMPRESSIBLE:
         decline = Decline.DTYPE
-    elif not site.errors:
+    elif len(site.errors) != _num_buffers(site, recipe):
         decline = Decline.NO_STATE
     return Choice(site=site, recipe=None if decline else recipe, decline=decline)
+
+
+def _num_buffers(site: Site, recipe: Recipe) -> int:
+    return len(formats(layout_of(site.num_ranks, site.chunk_numel, recipe), recipe))
 
 
 def fingerprint(exchanges: Sequence[Exchange]) -> str:

@@ -61,8 +61,11 @@ def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> 
     first = choices[0].site
     parts = [Part(c.layout, _recipe(c), _result_dtype(c)) for c in choices]
     grads = [c.site.source for c in choices]
-    error_inputs = [e for c in choices for e in c.site.errors]
-    errors = [latest.get(e, e) for e in error_inputs]
+    sent_by = [c.site.errors[: p.num_buffers] for c, p in zip(choices, parts, strict=True)]
+    known_by = [c.site.errors[p.num_buffers :] for c, p in zip(choices, parts, strict=True)]
+    sender_inputs = [e for own in sent_by for e in own]
+    receiver_inputs = [e for own in known_by for e in own]
+    last = _last(choices).site
 
     def launch(*tensors: Tensor) -> tuple[Tensor, ...]:
         message, new = compress_all(tensors[: len(parts)], tensors[len(parts) :], parts)
@@ -70,18 +73,21 @@ def _exchange_compressed(exchange: Exchange, latest: dict[fx.Node, fx.Node]) -> 
         sent = c10d.all_to_all_single(message.reshape(-1), splits, splits, first.group_name)
         return sent, *new
 
-    def finish(sent: Tensor) -> tuple[Tensor, ...]:
+    def finish(sent: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
         received = c10d.wait_tensor(sent).reshape(first.num_ranks, -1)
         divisor = float(first.num_ranks) if first.op == "avg" else 1.0
-        means = unpack_mean(received, parts, divisor=divisor)
+        means, new = unpack_mean(received, known, parts, divisor=divisor)
         if first.kind == "all_reduce":
             means = _gather_means(means, choices)
-        return tuple(means)
+        return *means, *new
 
-    last = _last(choices).site
-    sent, *new_errors = splice(launch, [*grads, *errors], before=last.collective)
-    shards = splice(finish, [sent], before=last.wait)
-    latest.update(zip(error_inputs, new_errors, strict=True))
+    buffers = [latest.get(e, e) for e in sender_inputs]
+    sent, *new = splice(launch, [*grads, *buffers], before=last.collective)
+    latest.update(zip(sender_inputs, new, strict=True))
+    known = [latest.get(e, e) for e in receiver_inputs]
+    outputs = splice(finish, [sent, *known], before=last.wait)
+    shards, new = outputs[: len(choices)], outputs[len(choices) :]
+    latest.update(zip(receiver_inputs, new, strict=True))
     for choice, shard in zip(choices, shards, strict=True):
         choice.site.out.replace_all_uses_with(shard)
     for choice in choices:

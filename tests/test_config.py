@@ -18,11 +18,15 @@ FIELDS = [f.name for f in dataclasses.fields(LoCoConfig)]
 
 # Per field: values that are allowed but not the default, and values that are not.
 GOOD: dict[str, list[Any]] = {
-    "method": ["none"],
-    "bits": [8],
+    "method": ["ef", "ef21", "zeropp", "none"],
+    "bits": [2, 8],
     "scale": ["fixed"],
     "block_numel": [64, 1024],
     "fixed_scale": [1.0, 2.0**-100, 2.0**100],
+    "code_range": ["symmetric", "signed"],
+    "rounding": ["stochastic"],
+    "rotation": ["hadamard"],
+    "error_bits": [16, 32],
     "error_decay": [0.0, 0.75, 0.999],
     "error_scale": ["fixed"],
     "fixed_error_scale": [3.0, 2.0**-100, 2.0**100],
@@ -36,10 +40,14 @@ GOOD: dict[str, list[Any]] = {
 }
 OUT_OF_RANGE: dict[str, list[Any]] = {
     "method": ["onebit", "LOCO", ""],
-    "bits": [0, 1, 2, 3, 16, -4],
+    "bits": [0, 1, 3, 16, -4],
     "scale": ["tensor", ""],
     "block_numel": [0, 32, 63, 96, 1025, 1088, -128],
     "fixed_scale": [0.0, -1.0, 3.0, 2.0**101, 2.0**-101, float("inf"), float("nan")],
+    "code_range": ["half", ""],
+    "rounding": ["up", ""],
+    "rotation": ["random", ""],
+    "error_bits": [0, 4, 64],
     "error_decay": [-0.1, 1.0, 1.5, float("nan"), float("-inf")],
     "error_scale": ["tensor", ""],
     "fixed_error_scale": [0.0, -2.0, 2.0**101, 2.0**-101, float("inf"), float("nan")],
@@ -57,6 +65,10 @@ WRONG_TYPE: dict[str, list[Any]] = {
     "scale": [None, 1],
     "block_numel": [128.0, "128", None, True],
     "fixed_scale": ["1", None, True, 1j],
+    "code_range": [None, 1],
+    "rounding": [None, True],
+    "rotation": [None, True],
+    "error_bits": [8.0, "8", None, True],
     "error_decay": ["0.5", None, False],
     "error_scale": [None, 1],
     "fixed_error_scale": ["1", None, True],
@@ -86,6 +98,47 @@ def test_allowed_values_are_accepted(name: str, value: Any) -> None:
     # error_scale="fixed" with block scales needs a small decay: the combination is tested below.
     others = {"error_decay": 0.0} if name == "error_scale" else {}
     assert getattr(LoCoConfig(**{name: value}, **others), name) == value
+
+
+@pytest.mark.parametrize(
+    ("method", "fixed"),
+    [
+        ("ef", {"error_bits": 16, "error_decay": 0.0, "reset_interval": 0}),
+        ("ef21", {"error_bits": 32, "error_decay": 0.0, "reset_interval": 0}),
+        ("zeropp", {"error_decay": 0.0, "reset_interval": 0}),
+    ],
+)
+def test_a_method_fixes_its_fields(method: str, fixed: dict[str, Any]) -> None:
+    config = LoCoConfig(method=method)
+    assert {name: getattr(config, name) for name in fixed} == fixed
+    assert config == LoCoConfig(method=method, **fixed)
+    others = {"error_decay": 0.25, "reset_interval": 7, "error_bits": 48 - config.error_bits}
+    for name in fixed:
+        with pytest.raises(ValueError, match=f"LoCoConfig.{name} is {fixed[name]!r} with method"):
+            LoCoConfig(method=method, **{name: others[name]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"method": "zeropp", "bits": 2}, "must be 4 or 8"),
+        ({"error_bits": 32, "error_scale": "fixed", "error_decay": 0.0}, "without a scale"),
+        ({"rotation": "hadamard", "scale": "fixed"}, "a fixed scale does not fit"),
+        ({"rotation": "hadamard", "bits": 2, "block_numel": 192}, "a multiple of 128"),
+    ],
+)
+def test_combinations_that_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoCoConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "keeps", "tracks"),
+    [("loco", True, False), ("ef", True, False), ("ef21", True, True), ("zeropp", False, False)],
+)
+def test_a_method_is_a_recipe(method: str, keeps: bool, tracks: bool) -> None:
+    recipe = LoCoConfig(method=method).arithmetic()
+    assert (recipe.keeps_error, recipe.tracks_gradient) == (keeps, tracks)
 
 
 @pytest.mark.parametrize(("name", "value"), cases(OUT_OF_RANGE) + cases(WRONG_TYPE))

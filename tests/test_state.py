@@ -81,7 +81,7 @@ def test_norms_are_in_gradient_units() -> None:
     backward(run)
     state = error_state(model)
     for (name, norm), parameter in zip(state.norms().items(), state, strict=True):
-        planes = decompress_error(parameter.as_error(), parameter.recipe)
+        planes = decompress_error(parameter.memory(), parameter.recipe)
         expected = math.sqrt(sum(float(p.double().square().sum()) for p in planes))
         assert norm == pytest.approx(expected, rel=1e-9), name
         assert norm > 0

@@ -5,10 +5,39 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from loco_compile.kernels import Compressed, Error, Layout, Recipe, compress_into, reference
+from loco_compile.kernels import Compressed, Layout, Memory, Recipe, compress_into, reference
+from loco_compile.kernels.memory import Format, formats
 
 POISON = 0xA5
 """Fills a message before a kernel writes to it: bytes outside its two sections must keep it."""
+OPTIONS = {
+    "two bits": {"bits": 2},
+    "signed": {"code_range": "signed"},
+    "signed, eight bits": {"bits": 8, "code_range": "signed"},
+    "symmetric": {"code_range": "symmetric"},
+    "stochastic": {"stochastic": True},
+    "stochastic, fixed": {"stochastic": True, "fixed_scale": 4.0},
+    "rotated": {"rotates": True},
+    "16-bit error": {"error_bits": 16, "error_decay": 0.0},
+    "16-bit error, fixed": {"error_bits": 16, "fixed_error_scale": 1024.0, "error_decay": 0.0},
+    "float32 error": {"error_bits": 32},
+    "EF21": {"tracks_gradient": True, "error_bits": 32, "error_decay": 0.0},
+    "EF21, rotated": {
+        "tracks_gradient": True,
+        "error_bits": 32,
+        "error_decay": 0.0,
+        "rotates": True,
+    },
+    "no error, stochastic": {"keeps_error": False, "stochastic": True},
+    "all": {
+        "bits": 2,
+        "code_range": "signed",
+        "stochastic": True,
+        "rotates": True,
+        "error_bits": 16,
+    },
+}
+"""Recipes for what the default leaves out; each needs blocks of 128 elements at least."""
 
 
 def layout_of(recipe: Recipe, num_ranks: int, chunk_numel: int) -> Layout:
@@ -20,36 +49,42 @@ def layout_of(recipe: Recipe, num_ranks: int, chunk_numel: int) -> Layout:
     )
 
 
-def random_error(layout: Layout, recipe: Recipe, generator: torch.Generator) -> Error | None:
-    """Any int8 codes, and scales about as large as those of a standard normal gradient."""
-    if not recipe.keeps_error:
-        return None
-    planes = tuple(
-        torch.randint(-128, 128, layout.plane_shape, generator=generator, dtype=torch.int8)
-        for _ in range(layout.codes_per_byte)
-    )
-    if recipe.fixed_error_scale is not None:
-        return Error(planes, None)
-    return Error(planes, (torch.rand(layout.scale_shape, generator=generator) / 64).bfloat16())
+def random_error(layout: Layout, recipe: Recipe, generator: torch.Generator) -> Memory:
+    """Any error codes, and scales about as large as those of a standard normal gradient."""
+    tensors = [_random(f, recipe, generator) for f in formats(layout, recipe)]
+    return Memory.of(tensors, recipe)
 
 
-def zero_error(layout: Layout, recipe: Recipe) -> Error:
-    planes = tuple(
-        torch.zeros(layout.plane_shape, dtype=torch.int8) for _ in range(layout.codes_per_byte)
-    )
-    if recipe.fixed_error_scale is not None:
-        return Error(planes, None)
-    return Error(planes, torch.zeros(layout.scale_shape, dtype=torch.bfloat16))
+def _random(buffer: Format, recipe: Recipe, generator: torch.Generator) -> Tensor:
+    shape, dtype = buffer
+    if dtype == torch.int64:
+        return torch.randint(0, 2**32, shape, generator=generator)
+    if dtype == torch.float32:
+        return torch.randn(shape, generator=generator)
+    if dtype == torch.bfloat16:
+        scale = torch.rand(shape, generator=generator) / 64
+        return (scale * 2.0 ** (8 - recipe.error_bits)).bfloat16()
+    ends = torch.iinfo(dtype)
+    return torch.randint(ends.min, ends.max + 1, shape, generator=generator, dtype=dtype)
 
 
-def clone(error: Error | None, device: str = "cpu") -> Error | None:
-    if error is None:
-        return None
-    scale = error.scale
-    return Error(
-        tuple(p.to(device, copy=True) for p in error.planes),
-        None if scale is None else scale.to(device, copy=True),
-    )
+def zero_error(layout: Layout, recipe: Recipe, noise: int = 0) -> Memory:
+    """What a rank keeps before the first step."""
+    return Memory.of(allocate_error(layout, recipe, noise=noise), recipe)
+
+
+def allocate_error(layout: Layout, recipe: Recipe, noise: int) -> list[Tensor]:
+    starts = {torch.int64: noise}
+    return [
+        torch.full(shape, starts.get(dtype, 0), dtype=dtype)
+        for shape, dtype in formats(layout, recipe)
+    ]
+
+
+def clone(memory: Memory, device: str = "cpu") -> Memory:
+    """Copy every buffer."""
+    copies = [None if t is None else t.to(device, copy=True) for t in memory[1:]]
+    return Memory(tuple(p.to(device, copy=True) for p in memory.planes), *copies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +128,7 @@ def pack(sent: Compressed, layout: Layout) -> Tensor:
 
 
 def assert_same_as_reference(
-    grad: Tensor, error: Error | None, *, layout: Layout, recipe: Recipe, device: str = "cpu"
+    grad: Tensor, error: Memory, *, layout: Layout, recipe: Recipe, device: str = "cpu"
 ) -> Compressed:
     """Run kernel and reference and compare every bit, the rest of the message included."""
     expected = reference.compress(grad, error, layout=layout, recipe=recipe)
@@ -110,9 +145,10 @@ def assert_same_as_reference(
         scale_offset=at.scales,
     )
     torch.testing.assert_close(message.cpu(), pack(expected, layout), rtol=0, atol=0)
-    if expected.error is not None:
-        for plane, expected_plane in zip(kept.planes, expected.error.planes, strict=True):
-            torch.testing.assert_close(plane.cpu(), expected_plane, rtol=0, atol=0)
-        if expected.error.scale is not None:
-            assert torch.equal(kept.scale.cpu(), expected.error.scale)
+    # The graph advances the noise, and the receiver what is known.
+    for own, new in zip(
+        (*kept.planes, kept.scale), (*expected.memory.planes, expected.memory.scale), strict=True
+    ):
+        if new is not None:
+            torch.testing.assert_close(own.cpu(), new, rtol=0, atol=0)
     return expected

@@ -20,7 +20,7 @@ def interpreted(monkeypatch):
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
-    from loco_compile.kernels import compress, decompress_mean
+    from loco_compile.kernels import compress, decompress_mean, device
 
     def interpret_callee(function):
         # InterpretedFunction itself, when a kernel calls it, patches triton.language for good.
@@ -36,7 +36,7 @@ def interpreted(monkeypatch):
         return call
 
     monkeypatch.setattr(triton.language, "max", interpret_callee(triton.language.max.fn))
-    for module in (compress, decompress_mean):
+    for module in (compress, decompress_mean, device):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 is_launched = name.endswith("_kernel")

@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from loco_compile.kernels import Error, Recipe, compress_into, reference
+from loco_compile.kernels import Memory, Recipe, compress_into, reference
 from tests.kernels.cases import (
+    OPTIONS,
     Offsets,
     assert_same_as_reference,
     clone,
@@ -27,6 +28,32 @@ SCALES = {
     "no error": {"keeps_error": False},
     "no error, fixed": {"keeps_error": False, "fixed_scale": 4.0},
 }
+
+
+def special_gradients():
+    tiny = torch.finfo(torch.float32).smallest_normal
+    halves = torch.arange(-256, 256).float() / 2
+    special = {
+        "zeros": torch.zeros(512),
+        "negative zeros": -torch.zeros(512),
+        "halves": halves,
+        "denormals": halves * torch.finfo(torch.float32).tiny / 256,
+        "smallest normal": torch.full((512,), tiny),
+        "below the smallest block": torch.full((512,), 2.0**-101),
+        "smallest block": torch.full((512,), 2.0**-100),
+        "largest": torch.full((512,), torch.finfo(torch.float32).max),
+        "mixed sizes": 10.0 ** torch.linspace(-38, 36, 512),
+        "saturated both ways": torch.tensor([-1e6, 1e6]).repeat(256),
+    }
+    for name, value in (("nan", torch.nan), ("inf", torch.inf), ("minus inf", -torch.inf)):
+        special[name] = torch.linspace(-1, 1, 512).index_fill(0, torch.tensor([5]), value)
+    special["nan and inf"] = special["nan"].index_fill(0, torch.tensor([6]), torch.inf)
+    # A NaN whose sign bit is set orders below every number as an integer.
+    special["negative nan"] = special["nan"].clone().view(torch.int32).bitwise_or(-(2**31))
+    special["negative nan"] = special["negative nan"].view(torch.float32)
+    return special
+
+
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device"),
@@ -53,6 +80,28 @@ def test_every_recipe_and_dtype(device, generator, dtype, name, bits):
     recipe = Recipe(bits=bits, block_numel=64, **SCALES[name])
     layout = layout_of(recipe, 2, 200)
     grad = torch.randn(400, generator=generator).to(dtype)
+    error = random_error(layout, recipe, generator)
+    assert_same_as_reference(grad, error, layout=layout, recipe=recipe, device=device)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_option(device, generator, dtype, name):
+    recipe = Recipe(**OPTIONS[name])
+    layout = layout_of(recipe, 2, 300)
+    # One block of positive zeros, one of negative ones: neither has a largest element.
+    grad = torch.randn(600, generator=generator).to(dtype)
+    grad[:128], grad[128:256] = 0.0, -0.0
+    for error in (random_error(layout, recipe, generator), zero_error(layout, recipe, noise=7)):
+        assert_same_as_reference(grad, error, layout=layout, recipe=recipe, device=device)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("gradient", special_gradients())
+def test_special_values_with_every_option(device, generator, gradient, name):
+    recipe = Recipe(**OPTIONS[name])
+    grad = special_gradients()[gradient]
+    layout = layout_of(recipe, 2, -(-grad.numel() // 2))
     error = random_error(layout, recipe, generator)
     assert_same_as_reference(grad, error, layout=layout, recipe=recipe, device=device)
 
@@ -97,32 +146,8 @@ def test_steps_in_a_row(device, generator, error_decay):
     for _ in range(4):
         grad = torch.randn(300, generator=generator)
         sent = assert_same_as_reference(grad, error, layout=layout, recipe=recipe, device=device)
-        error = sent.error
+        error = sent.memory
     assert any(plane.any() for plane in error.planes)
-
-
-def special_gradients():
-    tiny = torch.finfo(torch.float32).smallest_normal
-    halves = torch.arange(-256, 256).float() / 2
-    special = {
-        "zeros": torch.zeros(512),
-        "negative zeros": -torch.zeros(512),
-        "halves": halves,
-        "denormals": halves * torch.finfo(torch.float32).tiny / 256,
-        "smallest normal": torch.full((512,), tiny),
-        "below the smallest block": torch.full((512,), 2.0**-101),
-        "smallest block": torch.full((512,), 2.0**-100),
-        "largest": torch.full((512,), torch.finfo(torch.float32).max),
-        "mixed sizes": 10.0 ** torch.linspace(-38, 36, 512),
-        "saturated both ways": torch.tensor([-1e6, 1e6]).repeat(256),
-    }
-    for name, value in (("nan", torch.nan), ("inf", torch.inf), ("minus inf", -torch.inf)):
-        special[name] = torch.linspace(-1, 1, 512).index_fill(0, torch.tensor([5]), value)
-    special["nan and inf"] = special["nan"].index_fill(0, torch.tensor([6]), torch.inf)
-    # A NaN whose sign bit is set orders below every number as an integer.
-    special["negative nan"] = special["nan"].clone().view(torch.int32).bitwise_or(-(2**31))
-    special["negative nan"] = special["negative nan"].view(torch.float32)
-    return special
 
 
 @pytest.mark.parametrize("scales", ["block", "fixed", "no error", "fixed wire"])
@@ -134,7 +159,6 @@ def test_special_values(device, generator, name, scales):
     layout = layout_of(recipe, 2, 256)
     grad = special_gradients()[name]
     for error in (random_error(layout, recipe, generator), zero_error(layout, recipe)):
-        error = error if recipe.keeps_error else None
         assert_same_as_reference(grad, error, layout=layout, recipe=recipe, device=device)
 
 
@@ -142,12 +166,12 @@ def test_overflow_of_the_error_is_kept_as_its_largest_code(device):
     recipe = Recipe(block_numel=64, fixed_scale=4.0, error_decay=0.75)
     layout = layout_of(recipe, 1, 64)
     planes = tuple(torch.full(layout.plane_shape, -128, dtype=torch.int8) for _ in range(2))
-    error = clone(Error(planes, torch.full((1, 1), 2.0**119).bfloat16()), device)
+    error = clone(Memory(planes, torch.full((1, 1), 2.0**119).bfloat16()), device)
     at = Offsets.of(layout)
     message = torch.zeros(1, at.row_bytes, dtype=torch.uint8, device=device)
     compress_into(
         message,
-        torch.full((64,), -(2.0**126), device=device),
+        torch.full((64,), -(2.0**125), device=device),
         error,
         layout=layout,
         recipe=recipe,
@@ -174,7 +198,7 @@ def test_deterministic(device, generator):
 def test_error_must_fit_the_recipe(keeps_error):
     recipe = Recipe(keeps_error=keeps_error)
     layout = layout_of(recipe, 1, 256)
-    error = None if keeps_error else zero_error(layout, recipe)
+    error = Memory() if keeps_error else zero_error(layout, Recipe())
     with pytest.raises(ValueError, match="keeps_error is"):
         compress_into(
             torch.zeros(1, 256, dtype=torch.uint8),
@@ -189,22 +213,19 @@ def test_error_must_fit_the_recipe(keeps_error):
 
 def traced_inputs(recipe, layout):
     """Return a function of tensors alone, and fake CUDA tensors for it."""
-    error = zero_error(layout, recipe) if recipe.keeps_error else None
-    state = () if error is None else (*error.planes, error.scale)
-    tensors = [torch.zeros(layout.num_ranks * layout.chunk_numel, dtype=torch.bfloat16), *state]
+    error = zero_error(layout, recipe)
+    tensors = [torch.zeros(layout.num_ranks * layout.chunk_numel, dtype=torch.bfloat16)]
+    tensors += error.tensors()
     at = Offsets.of(layout)
 
     def step(grad, *state):
         message = grad.new_empty((layout.num_ranks, at.row_bytes), dtype=torch.uint8)
-        error = None
-        if recipe.keeps_error:
-            planes = state[: layout.codes_per_byte]
-            error = Error(planes, None if state[-1] is None else state[-1])
         places = {"code_offset": at.codes, "scale_offset": at.scales}
-        compress_into(message, grad, error, layout=layout, recipe=recipe, **places)
-        return message, *(x for x in state if x is not None)
+        memory = Memory.of(state, recipe)
+        compress_into(message, grad, memory, layout=layout, recipe=recipe, **places)
+        return message, *state
 
-    return step, [None if t is None else torch.empty_like(t, device="cuda") for t in tensors]
+    return step, [torch.empty_like(t, device="cuda") for t in tensors]
 
 
 TRACED = [dict(bits=b, **s) for b, s in itertools.product((4, 8), SCALES.values())]
@@ -237,7 +258,7 @@ def test_inductor_updates_the_error_in_place(sm90_target, options):
 
         def backward(grad, *state):
             message, *after = dispatch_functionalize(step)(grad, *state)
-            for old, new in zip([x for x in state if x is not None], after, strict=True):
+            for old, new in zip(state, after, strict=True):
                 old.copy_(new)
             return message
 
@@ -263,10 +284,10 @@ def test_opcheck():
         (
             torch.randn(600, device="cuda"),
             message,
-            *error.planes,
-            error.scale,
+            *(*error.planes, None, None, error.scale, None),
             *(layout.chunk_numel, layout.block_numel, recipe.bits),
-            *(0.0, 0.0, recipe.error_decay, at.codes, at.scales),
+            *(recipe.code_range, recipe.rotates, recipe.tracks_gradient),
+            *(0.0, recipe.error_bits, 0.0, recipe.error_decay, at.codes, at.scales),
         ),
     )
 
@@ -282,13 +303,13 @@ def test_more_elements_than_fit_in_int32():
     compress_into(
         message,
         grad,
-        None,
+        Memory(),
         layout=layout,
         recipe=recipe,
         code_offset=0,
         scale_offset=layout.code_bytes,
     )
     last = layout_of(recipe, 1, 256)
-    expected = reference.compress(grad[-256:].cpu(), None, layout=last, recipe=recipe)
+    expected = reference.compress(grad[-256:].cpu(), Memory(), layout=last, recipe=recipe)
     codes = message[1, layout.code_bytes - 128 : layout.code_bytes].cpu()
     assert torch.equal(codes, expected.codes.flatten())

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from loco_compile.kernels import Recipe, decompress_mean_from, reference
+from loco_compile.kernels import Memory, Recipe, decompress_mean_from, reference
 from tests.kernels.cases import Offsets, layout_of, pack
 
 on_gpu = [
@@ -35,7 +35,7 @@ def random_message(layout, recipe, generator):
     scales = (2.0**exponents).bfloat16()
     if recipe.fixed_scale is not None:
         scales = torch.ones_like(scales)
-    return reference.Compressed(codes, scales, None)
+    return reference.Compressed(codes, scales, Memory())
 
 
 def assert_same_as_reference(sent, *, layout, recipe, divisor, device, dtype=torch.float32):
@@ -53,6 +53,43 @@ def assert_same_as_reference(sent, *, layout, recipe, divisor, device, dtype=tor
         sent.codes, sent.scales, layout=layout, recipe=recipe, divisor=divisor
     )
     torch.testing.assert_close(mean.cpu(), expected.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("options", [{"bits": 2}, {"rotates": True}, {"bits": 2, "rotates": True}])
+def test_every_option(device, generator, options, num_ranks):
+    recipe = Recipe(**options)
+    layout = layout_of(recipe, num_ranks, 300)
+    sent = random_message(layout, recipe, generator)
+    arguments = {"layout": layout, "recipe": recipe, "divisor": num_ranks, "device": device}
+    assert_same_as_reference(sent, **arguments)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_change_is_added_to_what_is_known(device, generator, dtype, rotates):
+    recipe = Recipe(tracks_gradient=True, error_bits=32, error_decay=0.0, rotates=rotates)
+    layout = layout_of(recipe, 2, 300)
+    sent = random_message(layout, recipe, generator)
+    sent.scales[0, 1] = torch.nan  # lost on the way: the other rank's share of it is known
+    known = torch.randn(300, generator=generator)
+    expected, after = reference.decompress_change(
+        sent.codes, sent.scales, known, layout=layout, recipe=recipe, divisor=2.0
+    )
+    assert expected[128:256].isnan().all() and not after.isnan().any()
+    at, known = Offsets.of(layout), known.to(device)
+    mean = decompress_mean_from(
+        pack(sent, layout).to(device),
+        known,
+        layout=layout,
+        recipe=recipe,
+        code_offset=at.codes,
+        scale_offset=at.scales,
+        divisor=2.0,
+        dtype=dtype,
+    )
+    torch.testing.assert_close(mean.cpu(), expected.to(dtype), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(known.cpu(), after, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -40,6 +40,9 @@ def build(kernel, target, types, constants, divisible):
     return triton.compile(source, target=target, options={"num_warps": 4})
 
 
+ERROR_TYPES = {8: "*i8", 16: "*i16", 32: "*fp32"}
+
+
 @functools.cache
 def build_compress(
     target,
@@ -48,6 +51,11 @@ def build_compress(
     bits=4,
     block_numel=256,
     keeps_error=True,
+    stochastic=False,
+    rotates=False,
+    tracks_gradient=False,
+    code_range="full",
+    error_bits=8,
     fixed_scale=0.0,
     fixed_error_scale=0.0,
     is_aligned=True,
@@ -57,15 +65,16 @@ def build_compress(
     types = {
         "grad_ptr": f"*{dtype}",
         "message_ptr": "*u8",
-        "error_0_ptr": "*i8",
-        "error_1_ptr": "*i8",
+        **dict.fromkeys((f"error_{i}_ptr" for i in range(4)), ERROR_TYPES[error_bits]),
         "error_scale_ptr": "*bf16",
+        "noise_ptr": "*i64",
         **dict.fromkeys(("grad_numel", "chunk_numel", "num_blocks"), "i32"),
         **dict.fromkeys(("message_stride", "code_offset", "scale_offset"), "i32"),
     }
-    absent = set() if keeps_error else {"error_0_ptr", "error_1_ptr", "error_scale_ptr"}
-    absent |= {"error_1_ptr"} if bits == 8 else set()
-    absent |= {"error_scale_ptr"} if fixed_error_scale else set()
+    absent = {f"error_{i}_ptr" for i in range(8 // bits if keeps_error else 0, 4)}
+    absent |= set() if stochastic else {"noise_ptr"}
+    if fixed_error_scale or error_bits == 32 or not keeps_error:
+        absent |= {"error_scale_ptr"}
     plane_numel = block_numel * bits // 8
     constants = {
         **dict.fromkeys(absent),
@@ -73,8 +82,11 @@ def build_compress(
         "H_PADDED": plane_numel,
         "T": 4096 // block_numel,
         "BITS": bits,
-        "KEEPS_ERROR": keeps_error,
+        "CODE_RANGE": code_range,
+        "ROTATES": rotates,
+        "TRACKS": tracks_gradient,
         "FIXED_SCALE": fixed_scale,
+        "ERROR_BITS": error_bits,
         "FIXED_ERROR_SCALE": fixed_error_scale,
         "ERROR_DECAY": 0.75,
     }
@@ -85,18 +97,23 @@ def build_compress(
 
 
 @functools.cache
-def build_decompress_mean(target, *, dtype="fp32", bits=4, block_numel=256):
+def build_decompress_mean(
+    target, *, dtype="fp32", bits=4, block_numel=256, rotates=False, tracks_gradient=False
+):
     from loco_compile.kernels.decompress_mean import _decompress_mean_kernel
 
     types = {
         "message_ptr": "*u8",
         "out_ptr": f"*{dtype}",
+        **({"known_ptr": "*fp32"} if tracks_gradient else {}),
         **dict.fromkeys(("out_numel", "num_ranks"), "i32"),
         **dict.fromkeys(("message_stride", "code_offset", "scale_offset"), "i32"),
         "multiplier": "fp32",
     }
     plane_numel = block_numel * bits // 8
     constants = {
+        **({} if tracks_gradient else {"known_ptr": None}),
+        "ROTATES": rotates,
         "H": plane_numel,
         "H_PADDED": plane_numel,
         "T": 4096 // block_numel,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loco_compile.kernels import SMALLEST_ABSMAX, Recipe, decompress_error, reference
+from loco_compile.kernels import SMALLEST_ABSMAX, Memory, Recipe, decompress_error, reference
 from tests.kernels import simulation
 from tests.kernels.cases import layout_of, random_error, zero_error
 
@@ -61,7 +61,7 @@ def test_equals_the_simulation_over_several_steps(name):
     recipe = Recipe(block_numel=64, **RECIPES[name])
     layout = layout_of(recipe, 2, 150)
     generator = torch.Generator().manual_seed(1)
-    error = zero_error(layout, recipe) if recipe.keeps_error else None
+    error = zero_error(layout, recipe)
     codes, scales = np.zeros((2, layout.padded_numel)), np.zeros(layout.scale_shape)
     for _ in range(4):
         # Multiples of 2^-10 below 8: h, its products and its residual are exact in float32, or
@@ -73,10 +73,10 @@ def test_equals_the_simulation_over_several_steps(name):
         )
         assert np.array_equal(codes_in_order(sent, layout, recipe), q)
         assert np.array_equal(sent.scales.double(), wire)
-        error = sent.error
-        if error is not None:
+        error = sent.memory
+        if error.planes:
             assert np.array_equal(in_order(error.planes, layout), codes)
-        if error is not None and error.scale is not None:
+        if error.scale is not None:
             assert np.array_equal(error.scale.double(), scales)
 
 
@@ -100,7 +100,7 @@ def test_what_is_sent_is_near_what_should_be(problem):
     recipe, layout, grad, error = problem
     sent = reference.compress(grad, error, layout=layout, recipe=recipe)
     h = padded(grad, layout)
-    if error is not None:
+    if error.planes:
         h += error_in_order(error, layout, recipe)
     missed = (h - decompressed(sent, layout, recipe)).abs()
     if recipe.fixed_scale is not None:
@@ -121,19 +121,19 @@ def test_what_is_sent_is_near_what_should_be(problem):
 @given(problems())
 def test_nothing_is_lost_but_the_errors_own_rounding(problem):
     recipe, layout, grad, error = problem
-    if error is None:
+    if not error.planes:
         return
     recipe = Recipe(**{f: getattr(recipe, f) for f in recipe.__slots__} | {"error_decay": 0.0})
     sent = reference.compress(grad, error, layout=layout, recipe=recipe)
     before = padded(grad, layout) + error_in_order(error, layout, recipe)
     residual = before - decompressed(sent, layout, recipe)
-    lost = (residual - error_in_order(sent.error, layout, recipe)).abs()
+    lost = (residual - error_in_order(sent.memory, layout, recipe)).abs()
     if recipe.fixed_error_scale is not None:
         step = torch.full_like(lost, 1.0 / recipe.fixed_error_scale)
         bound = torch.maximum(step / 2, residual.abs() - 127 * step)  # saturated: what is above
     else:
         # As on the wire: at most half a step, but a whole one at the positive end of the block.
-        step = sent.error.scale.double().repeat_interleave(layout.block_numel, 1)
+        step = sent.memory.scale.double().repeat_interleave(layout.block_numel, 1)
         bound = torch.where(residual > 126.5 * step, step, step / 2)
     # Roundings to float32: h, h - q * step, the inverse of the error's step and the product.
     assert (lost <= bound + 4 * EPS * before.abs()).all()
@@ -151,7 +151,7 @@ def test_sum_of_what_is_sent_follows_the_sum_of_gradients():
         grad = mean + torch.randn(64, generator=generator)
         sent = reference.compress(grad, error, layout=layout, recipe=recipe)
         total += padded(grad, layout) - decompressed(sent, layout, recipe)
-        error = sent.error
+        error = sent.memory
         # Each step rounds e by half its step (a whole one at the top), worth 1 / (1 - d) of mass.
         lost += error.scale.double().item() * 4
     error_now = error_in_order(error, layout, recipe)
@@ -168,7 +168,7 @@ def persistent_mean(recipe, steps):
     for _ in range(steps):
         sent = reference.compress(grad, error, layout=layout, recipe=recipe)
         total += decompressed(sent, layout, recipe)[0, 1].item() * 8
-        error = sent.error
+        error = sent.memory
     return total
 
 
@@ -193,8 +193,8 @@ def test_a_block_that_falls_silent_stays_finite(error_decay):
         grad = torch.randn(128, generator=generator)
         grad[:64] *= step == 0
         sent = reference.compress(grad, error, layout=layout, recipe=recipe)
-        assert sent.scales.isfinite().all() and sent.error.scale.isfinite().all()
-        error = sent.error
+        assert sent.scales.isfinite().all() and sent.memory.scale.isfinite().all()
+        error = sent.memory
     if error_decay == 0.0:
         assert sent.scales[0, 0] == 0 and not any(p[0, 0].any() for p in error.planes)
 
@@ -211,18 +211,18 @@ def test_nan_and_inf_stay_in_their_block_and_step(value, recipe_name):
     dirty = reference.compress(grad, error, layout=layout, recipe=recipe)
     assert dirty.scales[0, 1].isnan()
     assert (dirty.codes[0, 1] == 0x88).all()  # zeros
-    assert not any(plane[0, 1].any() for plane in dirty.error.planes)
+    assert not any(plane[0, 1].any() for plane in dirty.memory.planes)
     is_other = torch.ones(layout.scale_shape, dtype=torch.bool)
     is_other[0, 1] = False
     assert torch.equal(clean.scales[is_other], dirty.scales[is_other])
     assert torch.equal(clean.codes[is_other], dirty.codes[is_other])
-    for clean_plane, dirty_plane in zip(clean.error.planes, dirty.error.planes, strict=True):
+    for clean_plane, dirty_plane in zip(clean.memory.planes, dirty.memory.planes, strict=True):
         assert torch.equal(clean_plane[is_other], dirty_plane[is_other])
     mean = reference.decompress_mean(
         dirty.codes, dirty.scales, layout=layout, recipe=recipe, divisor=2.0
     )
     assert mean[64:128].isnan().all() and mean.isnan().sum() == 64
-    after = reference.compress(torch.ones(300), dirty.error, layout=layout, recipe=recipe)
+    after = reference.compress(torch.ones(300), dirty.memory, layout=layout, recipe=recipe)
     assert after.scales.isfinite().all()
 
 
@@ -233,7 +233,7 @@ def test_inductor_marks_nan_blocks_too():
     grad = torch.linspace(-1, 1, 256).index_fill(0, torch.tensor([5]), torch.nan)
 
     def scales(grad):
-        return reference.compress(grad, None, layout=layout, recipe=recipe).scales
+        return reference.compress(grad, Memory(), layout=layout, recipe=recipe).scales
 
     assert torch.equal(torch.compile(scales)(grad).isnan(), scales(grad).isnan())
 
@@ -242,7 +242,7 @@ def test_inductor_marks_nan_blocks_too():
 def test_a_block_of_zeros_sends_zeros(name):
     recipe = Recipe(block_numel=64, **RECIPES[name])
     layout = layout_of(recipe, 2, 64)
-    error = zero_error(layout, recipe) if recipe.keeps_error else None
+    error = zero_error(layout, recipe)
     sent = reference.compress(torch.zeros(128), error, layout=layout, recipe=recipe)
     assert not codes_in_order(sent, layout, recipe).any()
     mean = reference.decompress_mean(
@@ -257,7 +257,7 @@ def test_padding_does_not_enter_a_scale():
     layout = layout_of(recipe, 2, 70)
     grad = torch.ones(137)
     grad[64:70], grad[134:] = 2.0**-8, -(2.0**-9)
-    sent = reference.compress(grad, None, layout=layout, recipe=recipe)
+    sent = reference.compress(grad, Memory(), layout=layout, recipe=recipe)
     assert sent.scales.tolist() == [[2.0**-3, 2.0**-11], [2.0**-3, 2.0**-12]]
     expected = torch.zeros(2, 128, dtype=torch.float64)
     expected[:, :64], expected[0, 64:70], expected[1, 64:67] = 7 / 8, 7 / 8 * 2.0**-8, -(2.0**-9)
@@ -271,14 +271,14 @@ def test_blocks_below_the_smallest_are_zero(value):
     error = zero_error(layout, recipe)
     sent = reference.compress(torch.full((64,), value), error, layout=layout, recipe=recipe)
     assert sent.scales.item() == 0 and not decompressed(sent, layout, recipe).any()
-    assert sent.error.scale.item() == 0
+    assert sent.memory.scale.item() == 0
 
 
 def test_the_smallest_block_is_sent():
     recipe = Recipe(block_numel=64, keeps_error=False)
     layout = layout_of(recipe, 1, 64)
     grad = torch.full((64,), -SMALLEST_ABSMAX)
-    sent = reference.compress(grad, None, layout=layout, recipe=recipe)
+    sent = reference.compress(grad, Memory(), layout=layout, recipe=recipe)
     assert torch.equal(decompressed(sent, layout, recipe), padded(grad, layout))
 
 
@@ -288,7 +288,7 @@ def test_saturation_clips_to_the_outermost_codes(bits):
     for fixed_scale in (None, 4.0):
         recipe = Recipe(block_numel=64, bits=bits, fixed_scale=fixed_scale, keeps_error=False)
         layout = layout_of(recipe, 1, 64)
-        sent = reference.compress(grad, None, layout=layout, recipe=recipe)
+        sent = reference.compress(grad, Memory(), layout=layout, recipe=recipe)
         ends = [recipe.code_min, recipe.code_max]
         assert codes_in_order(sent, layout, recipe)[0, :2].tolist() == ends
 

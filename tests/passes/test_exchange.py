@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from loco_compile import LoCoConfig
+from loco_compile.kernels import Memory
 from loco_compile.kernels.layout import Layout
-from loco_compile.kernels.reference import Error, decompress_error
+from loco_compile.kernels.reference import decompress_error
 from loco_compile.passes.pipeline import run
 from tests.graphs import fake_group
 from tests.passes.bare import LOCO, Grad, Traced, parameters, run_on_all_ranks, trace
@@ -69,9 +70,10 @@ def chunks_of(grad: Tensor, layout: Layout) -> Tensor:
 
 def stored(own: list[Tensor], layout: Layout, config: LoCoConfig) -> Tensor:
     """(W, N) float64: the stored error in gradient units."""
-    num_planes = layout.codes_per_byte
-    scale = own[num_planes].select(-1, 0) if len(own) > num_planes else None
-    planes = decompress_error(Error(tuple(own[:num_planes]), scale), config.arithmetic())
+    memory = Memory.of(own, config.arithmetic())
+    if memory.scale is not None:
+        memory = memory._replace(scale=memory.scale.select(-1, 0))
+    planes = decompress_error(memory, config.arithmetic())
     flat = torch.stack(planes, 2).reshape(layout.num_ranks, -1)
     return flat[:, : layout.chunk_numel].double()
 

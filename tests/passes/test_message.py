@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from loco_compile import LoCoConfig
+from loco_compile.kernels import Memory
 from loco_compile.kernels.layout import Layout, message_bytes, section_bytes
-from loco_compile.kernels.reference import Error, compress, decompress_mean
+from loco_compile.kernels.reference import compress, decompress_mean
 from loco_compile.passes.message import Part, compress_all, pack, unpack_mean
 from loco_compile.passes.plan import layout_of
+from tests.kernels.cases import random_error as any_memory
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -58,22 +60,16 @@ cases = st.builds(
 )
 
 
-def random_error(layout: Layout, config: LoCoConfig, generator: torch.Generator) -> Error:
-    planes = tuple(
-        torch.randint(-128, 128, layout.plane_shape, dtype=torch.int8, generator=generator)
-        for _ in range(layout.codes_per_byte)
-    )
-    if config.error_scale == "fixed":
-        return Error(planes, None)
-    scale = torch.rand(layout.scale_shape, generator=generator) / 64
-    return Error(planes, scale.to(torch.bfloat16))
+def random_error(layout: Layout, config: LoCoConfig, generator: torch.Generator) -> Memory:
+    return any_memory(layout, config.arithmetic(), generator)
 
 
-def slots(error: Error) -> list[Tensor]:
+def slots(memory: Memory) -> list[Tensor]:
     """The buffers of loco_compile/state.py: on CPU every scale twice."""
-    if error.scale is None:
-        return list(error.planes)
-    return [*error.planes, torch.stack([error.scale, error.scale], -1)]
+    scale = memory.scale
+    if scale is not None:
+        memory = memory._replace(scale=torch.stack([scale, scale], -1))
+    return memory._replace(known=None).tensors()
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -104,7 +100,7 @@ def test_a_message_is_exactly_what_its_tensors_are_one_by_one(case: Case) -> Non
             compress(g, e, layout=p.layout, recipe=p.recipe)
             for g, e, p in zip(grads, errors, parts, strict=True)
         ]
-        expected = [b for c in own for b in slots(c.error)]
+        expected = [b for c in own for b in slots(c.memory)]
         assert len(new) == len(expected) == len(buffers)
         for got, want, old in zip(new, expected, buffers, strict=True):
             assert (got.shape, got.dtype) == (old.shape, old.dtype)
@@ -114,7 +110,7 @@ def test_a_message_is_exactly_what_its_tensors_are_one_by_one(case: Case) -> Non
     for divisor in (1.0, float(case.num_ranks)):
         for me in range(case.num_ranks):
             received = torch.stack([m[me] for m in messages])
-            shards = unpack_mean(received, parts, divisor=divisor)
+            shards, _ = unpack_mean(received, [], parts, divisor=divisor)
             for index, part in enumerate(parts):
                 want = decompress_mean(
                     torch.stack([own[index].codes[me] for own in alone]),
@@ -136,7 +132,7 @@ def test_sections_lie_where_the_layout_says(case: Case) -> None:
     done = [
         compress(
             torch.randn(case.num_ranks * p.layout.chunk_numel, generator=generator),
-            None,
+            Memory(),
             layout=p.layout,
             recipe=p.recipe,
         )
@@ -171,9 +167,7 @@ def test_number_of_buffers(recipe: LoCoConfig) -> None:
 
 
 def test_without_error_there_are_no_buffers() -> None:
-    import dataclasses
-
-    recipe = dataclasses.replace(LoCoConfig().arithmetic(), keeps_error=False)
+    recipe = LoCoConfig(method="zeropp").arithmetic()
     part = Part(layout_of(2, 300, recipe), recipe, torch.float32)
     assert part.num_buffers == 0
     message, new = compress_all([torch.randn(600)], [], [part])

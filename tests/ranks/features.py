@@ -241,7 +241,7 @@ def exchange_group(state: ParameterState) -> dist.ProcessGroup:
 
 def largest_error_step(state: ParameterState) -> float:
     """The largest step that a block's error is stored with, on any rank of the exchange."""
-    scale = state.as_error().scale
+    scale = state.memory().scale
     assert scale is not None
     largest = scale.float().max() if scale.numel() else torch.zeros(())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=exchange_group(state))
@@ -251,7 +251,7 @@ def largest_error_step(state: ParameterState) -> float:
 def mean_error(state: ParameterState) -> Tensor:
     """The error averaged over the ranks of the exchange, flat, where this rank's shard gets it."""
     assert state.recipe is not None and state.layout is not None
-    planes = decompress_error(state.as_error(), state.recipe)
+    planes = decompress_error(state.memory(), state.recipe)
     num_ranks, chunk = state.layout.num_ranks, state.layout.chunk_numel
     own = torch.cat(list(planes), -1).reshape(num_ranks, -1)[:, :chunk].contiguous().float()
     group = exchange_group(state)
