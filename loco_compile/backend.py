@@ -52,8 +52,11 @@ class CompileRecord:
     """FSDP groups that the graph has run, with what a user may switch for each backward."""
 
     def check_switches(self) -> None:
-        """Raise RuntimeError if a group was switched after its forward."""
+        """Raise RuntimeError if a group was switched between its last forward, here, and now."""
         for group, before in self.switches.items():
+            state = group_state(group)
+            if state is None or state.last_run is not self:
+                continue
             if (now := compat.backward_switches(group)) != before:
                 raise RuntimeError(
                     f"FSDP group {group._module_fqn or '(root)'!r} ran forward with "
@@ -231,11 +234,9 @@ def _run_and_record(
             record.switches[state.fsdp_group] = compat.backward_switches(state.fsdp_group)
             if not state.fsdp_group.is_sharded:  # an eager forward left its full parameters
                 state.fsdp_group.reshard()
-            # An evaluation says nothing of gradients: it counts until there is a training step.
-            counts = torch.is_grad_enabled() or state.record is None
-            if counts and state.record is not record:
-                state.record, state.name_in_graph = record, name
+            if state.last_run is not record:
                 record.error_addresses |= state.error_addresses()
+            state.note_run(record, name)
         return compiled(*args)
 
     return run

@@ -70,6 +70,9 @@ class Report:
         return json.dumps([dataclasses.asdict(r) for r in self.rows], indent=2)
 
 
+_SENDS_NOTHING = (Decline.FROZEN, Decline.ONE_RANK, Decline.UNUSED, Decline.HELD)
+
+
 def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
@@ -131,13 +134,14 @@ def _fate(state: GroupState, parameter: ParameterState, index: int) -> Decline |
         return Decline.NOT_COMPILED
     if parameter.decline in (Decline.FROZEN, Decline.ONE_RANK):
         return parameter.decline
-    return record.decisions.get(state.name_in_graph, {}).get(index, Decline.UNUSED)
+    missing = Decline.HELD if state.holds else Decline.UNUSED
+    return record.decisions.get(state.name_in_graph, {}).get(index, missing)
 
 
 def _row(name: str, state: GroupState, fate: Decline | None, members: list[ParameterState]) -> Row:
     layouts = [m.layout for m in members if fate is None and m.layout is not None]
     before = sum(m.plain_bytes() for m in members)
-    sends_nothing = fate in (Decline.FROZEN, Decline.ONE_RANK, Decline.UNUSED)
+    sends_nothing = fate in _SENDS_NOTHING
     compressed = message_bytes(layouts) * (layouts[0].num_ranks - 1) if layouts else 0
     compressed += sum(m.gathered_bytes() for m in members)
     return Row(

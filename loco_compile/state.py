@@ -190,11 +190,29 @@ class GroupState:
     eager: bool = False
     """Whether FSDP2's own hooks send the group's gradients compressed (`eager.compress`)."""
     record: Any = None
-    """CompileRecord of the compiled graph that last ran this group; None if none has."""
+    """CompileRecord of the compiled graph that says what becomes of the gradients: of those that
+    ran this group, the last one that reduces them. None if no graph ran it."""
+    holds: bool = False
+    """Whether that graph holds all gradients back instead: so far, none has reduced them."""
+    last_run: Any = None
+    """CompileRecord of the compiled graph that last ran this group with gradients."""
     name_in_graph: str = ""
     """Name of the group in that graph: the first block's, if the graph serves many."""
     ran_eagerly: bool = False
     """Whether FSDP2's own hooks have run the group, outside any compiled graph, with gradients."""
+
+    def note_run(self, record: Any, name_in_graph: str) -> None:
+        """Note that a compiled graph runs this group now. An evaluation says nothing of gradients.
+
+        It counts until there is a training step, as a graph that holds gradients back does until
+        one reduces them.
+        """
+        if torch.is_grad_enabled():
+            self.last_run = record
+        says_more = torch.is_grad_enabled() and self.fsdp_group.reduce_grads
+        if says_more or self.record is None:
+            self.record, self.name_in_graph = record, name_in_graph
+            self.holds = not self.fsdp_group.reduce_grads
 
     def name_in(self, module_name: str, parameter: ParameterState) -> str:
         """Return a parameter's name in a model where the group's first module has this name."""

@@ -39,6 +39,7 @@ class Decline(str, enum.Enum):
     NO_STATE = "no buffers are bound to this reduce-scatter"
     NOT_COMPILED = "runs outside every compiled region"
     UNUSED = "got no gradient in the compiled step"
+    HELD = "held back: no backward with set_requires_gradient_sync(True) has run yet"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from loco_compile import LoCoBackend
+from loco_compile import LoCoBackend, explain
 from loco_compile.passes.find import find_held_markers, find_shard_markers, find_sites
 from loco_compile.passes.plan import Decline
 from tests.graphs import Graphs, Stack, fake_group, outline, recorded, shard
@@ -125,6 +125,34 @@ all_to_all_single uint8[4224]""",
             assert state.held is not None
             assert state.held.untyped_storage().nbytes() == 0
             assert state.held.grad is None
+
+    def test_explain_says_what_a_graph_that_reduces_does(self) -> None:
+        model = shard(Stack(num_blocks=1))
+        traced(model, lambda step: model.set_requires_gradient_sync(step % 2 == 1), steps=1)
+        assert {row.reason for row in explain(model).rows} == {Decline.HELD.value}
+        traced(model, lambda step: model.set_requires_gradient_sync(step % 2 == 1), steps=2)
+        reduced = explain(model)
+        assert "loco" in {row.method for row in reduced.rows}
+        traced(model, lambda step: model.set_requires_gradient_sync(False), steps=1)
+        assert explain(model) == reduced
+
+    def test_one_block_may_hold_while_another_reduces(self) -> None:
+        """One graph serves both under regional compile: what each ran with is its own."""
+        model = shard(Stack(num_blocks=2))
+        first, second = model.blocks
+        model.set_requires_gradient_sync(False)
+        for block in (first, second):
+            block.compile(backend=LoCoBackend(LOCO))
+        x = torch.randn(4, 64)
+        second(first(x)).sum().backward()
+        first.set_requires_gradient_sync(True, recurse=False)
+        second(first(x)).sum().backward()
+        states = [block._get_fsdp_state()._loco_states[0] for block in (first, second)]
+        assert [s.parameters[2].held.grad is None for s in states] == [True, False]
+        loss = second(first(x)).sum()
+        second.set_requires_gradient_sync(True, recurse=False)
+        with pytest.raises(RuntimeError, match=r"\(root\)' ran forward with"):
+            loss.backward()
 
 
 def test_columns_are_compressed_in_the_order_of_ranks() -> None:
