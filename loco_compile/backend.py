@@ -301,6 +301,7 @@ def _compile_with_inductor(
 ) -> Callable[..., Any]:
     def inner_compile(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         own = _apply_passes(gm, record)
+        compat.forget_hashes_of_meshes(inputs)
         return _run_backward(compile_fx_inner(gm, inputs, **kwargs), own, record)
 
     # A hit in AOTAutogradCache would skip inner_compile. config_patches, unlike a `with` here, also

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch._dynamo.exc import ShortenTraceback
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -37,6 +38,19 @@ def dtensor_spec(fsdp_param: FSDPParam) -> Any:
 def backward_switches(group: FSDPParamGroup) -> tuple[Any, ...]:
     """Return what eager FSDP2 reads of a group in backward and a user may set at any time."""
     return group.reduce_grads, group.all_reduce_grads, group.gradient_divide_factor
+
+
+def forget_hashes_of_meshes(inputs: Sequence[Any]) -> None:
+    """Let Inductor's cache find a graph that another process compiled.
+
+    Its key takes the meshes among the inputs by their fields. One is Python's hash of the mesh,
+    another number in every process, kept since its first use. It is computed again when needed.
+    torch 2.14; older versions have no meshes among the inputs.
+    """
+    for x in inputs:
+        mesh = getattr(x, "real_obj", None)
+        if isinstance(mesh, DeviceMesh) and hasattr(mesh, "_hash"):
+            mesh._hash = None
 
 
 def resolve_group(name: Any) -> dist.ProcessGroup:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,3 +291,37 @@ def test_public_names() -> None:
         "loco_backend",
     }
     assert all(hasattr(loco_compile, name) for name in loco_compile.__all__)
+
+
+TRAINS_ONCE = """
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from loco_compile import LoCoBackend, LoCoConfig
+from tests.graphs import fake_group
+
+with fake_group(2):
+    model = fully_shard(torch.nn.Linear(64, 64))
+    model.compile(backend=LoCoBackend(LoCoConfig(min_numel=0)))
+    model(torch.randn(4, 64)).sum().backward()
+    assert model.weight.grad is not None
+print([counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass")])
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    """Python's hashes differ between processes: none of them may be in the key of a graph."""
+    seen = []
+    for seed in ("1", "2"):
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", TRAINS_ONCE],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, **cache},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        seen.append(done.stdout.splitlines()[-1])
+    assert seen == ["[0, 2, 0]", "[2, 0, 0]"]
