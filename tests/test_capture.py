@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import distribute_module
 
 from loco_compile import LoCoBackend, LoCoConfig, UncapturedError, capture, error_state, explain
 from tests.graphs import Stack, fake_group, recorded, shard
@@ -101,9 +105,32 @@ def with_custom_all_gather() -> nn.Module:
     return model
 
 
+def replicated() -> nn.Module:
+    return replicate(Stack(num_blocks=1))
+
+
+def on_dimensions_of_a_mesh() -> nn.Module:
+    from torch.distributed.fsdp import DataParallelMeshDims  # not in all supported versions
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Stack(num_blocks=1)
+    distribute_module(model, mesh)
+    return fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+
+
 @pytest.mark.parametrize(
     ("build", "module", "feature"),
     [
+        (replicated, "the root module", "a replicate-only mesh"),
+        pytest.param(
+            on_dimensions_of_a_mesh,
+            "the root module",
+            "dp_mesh_dims (SPMD DTensors)",
+            marks=pytest.mark.skipif(
+                "dp_mesh_dims" not in inspect.signature(fully_shard).parameters,
+                reason="this torch has no dp_mesh_dims",
+            ),
+        ),
         (offloaded, "the root module", "CPUOffloadPolicy"),
         (with_extension, "blocks.0", "fsdp_pre_all_gather tensor extensions"),
         (with_all_reduce_hook, "the root module", "an all-reduce hook"),

@@ -264,6 +264,7 @@ def prefetching() -> nn.Module:
     model = net(reshard_after_forward=False)()
     model.set_modules_to_forward_prefetch([model.blocks[0]])
     model.set_modules_to_backward_prefetch([model.blocks[0]])
+    model.set_post_optim_event(torch.Event("cpu"))
     return model
 
 
@@ -271,6 +272,26 @@ def prefetching() -> nn.Module:
 
 
 # --- around the step
+
+
+class Int8Momentum(torch.optim.Optimizer):
+    """Momentum kept in int8, with one scale for each parameter's shard."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state, grad = self.state[parameter], local(parameter.grad)
+                if not state:
+                    state.update(codes=torch.zeros_like(grad, dtype=torch.int8), scale=0.0)
+                momentum = 0.9 * state["codes"] * state["scale"] + grad
+                state["scale"] = float(momentum.abs().max()) / 127 if momentum.numel() else 0.0
+                if state["scale"]:
+                    state["codes"] = (momentum / state["scale"]).round().to(torch.int8)
+                local(parameter).sub_(group["lr"] * momentum)
 
 
 def zero_in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -349,7 +370,7 @@ class TestOnTwoRanks(FeatureTest):
             "[norm, head], kept unsharded": grouped("norm", "head", reshard_after_forward=False),
             "[norm, head], cast on the way in and out": grouped("norm", "head", mp_policy=CASTING),
             "sums, divided by 3": configured(divide_sums_by_3),
-            "kept unsharded, prefetch": prefetching,
+            "kept unsharded, prefetch, event after the optimizer": prefetching,
         }.items():
             with self.case(feature=name, method="none"):
                 self.assert_parity(Feature(build))
@@ -446,6 +467,7 @@ class TestOnTwoRanks(FeatureTest):
                 optimizer=lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True),
                 around_step=zero_in_place,
             ),
+            "momentum in int8": Feature(net(), optimizer=lambda p: Int8Momentum(p, lr=1e-2)),
             "AdamW, fused": Feature(
                 net(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)
             ),
