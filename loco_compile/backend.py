@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import agree, capture, compat, loss_scale
 from .config import LoCoConfig
 from .guard import raise_pending, report_uncaptured
-from .passes.find import find_held_markers
+from .passes.find import find_gathers, find_held_markers
 from .passes.pipeline import run as run_passes
 from .passes.plan import Decline, Exchange
 from .passes.remat import remat
@@ -253,9 +253,10 @@ class _Inputs:
 def _apply_passes(gm: fx.GraphModule, record: CompileRecord) -> _Inputs:
     """Run the passes over a forward or backward graph."""
     held = {marker.args[0] for marker in find_held_markers(gm.graph)}
+    gathered = [(g.group_name, g.tag.name) for g in find_gathers(gm.graph)]
     exchanges = run_passes(gm, record.config)
-    if exchanges:
-        agree.check_plan(gm, exchanges, record.config, record.roots)
+    with compat.errors_reach_the_user():
+        agree.check_plan(gm, exchanges, gathered, record.config, record.roots)
     record.note(exchanges)
     errors = {e for x in exchanges for c in x.compressed for e in c.site.errors}
     inputs = list(gm.graph.find_nodes(op="placeholder"))

@@ -35,6 +35,16 @@ class BrokenBlock(Block):
         return self.down(x)
 
 
+class RoutedBlock(Block):
+    """Leaves a part out when told to."""
+
+    skips_down = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        return x if self.skips_down else self.down(hidden)
+
+
 def make(case: RanksTest, *, broken: bool = False) -> Stack:
     torch.manual_seed(0)
     model = Stack(width=WIDTH, num_blocks=2)
@@ -105,6 +115,20 @@ class TestGuards(RanksTest):
                     train(model, torch.compile(model, backend=LoCoBackend(own)), self.rank)
         with self.case(different="nothing any more, on the same model"):
             train(model, torch.compile(model, backend=LoCoBackend(config())), self.rank)
+        self.finish_cases()
+
+    def test_a_parameter_that_one_rank_leaves_out(self) -> None:
+        """An expert behind an `if` has no gradient, and no gather, where it gets no tokens."""
+        for inner in ("aot_eager", "inductor"):
+            with self.case(inner=inner):
+                torch.manual_seed(0)
+                model = Stack(width=WIDTH, num_blocks=2)
+                model.blocks[1] = RoutedBlock(WIDTH)
+                model.blocks[1].skips_down = self.rank == 1
+                shard(model, mesh=self.mesh())
+                compiled = torch.compile(model, backend=LoCoBackend(config(inner=inner)))
+                with self.assertRaisesRegex(PlanMismatchError, "through a mask of zeros"):
+                    train(model, compiled, self.rank)
         self.finish_cases()
 
     def test_explain(self) -> None:
