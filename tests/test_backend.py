@@ -124,7 +124,7 @@ def test_what_is_no_config(config: Any) -> None:
     ("options", "message"),
     [
         ({"bit": 8}, "LoCoConfig has no field 'bit' \\(value 8\\). Did you mean 'bits'"),
-        ({"bits": 3}, "LoCoConfig.bits must be one of 4, 8, got 3"),
+        ({"bits": 3}, "LoCoConfig.bits must be one of 2, 4, 8, got 3"),
         ({"error_scale": "fixed"}, "error_decay below 0.5"),
     ],
 )

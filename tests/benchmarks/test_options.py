@@ -72,7 +72,7 @@ def test_eager_is_offered_beside_the_packages_methods():
         ("--method sgd", "expected different ones of"),
         ("--method loco,loco", "expected different ones of"),
         ("--ranks 0", "expected 1 or more"),
-        ("--bits 3", "LoCoConfig.bits must be one of 4, 8, got 3"),
+        ("--bits 3", "LoCoConfig.bits must be one of 2, 4, 8, got 3"),
         ("--scale log", "invalid choice: 'log'"),
         ("--heads 3", "heads must divide dim=320, got 3"),
         ("--layers 0", "layers must be 1 or more, got 0"),
