@@ -177,10 +177,14 @@ class TestTransformers(FeatureTest):
         self.finish_cases()
 
     def test_gradient_checkpointing(self) -> None:
-        self.check_both("Llama", checkpointed_llama, conserved=regional)
-        # Told to cache, it logs that it will not.
-        caching = functools.partial(checkpointed_llama, use_cache=True)
-        self.assert_refused("Llama, use_cache=True", caching, "logging.Logger method")
+        # Transformers 5.25 sets a context variable around each attention (to look up hub kernels),
+        # and Dynamo traces no such thing in a checkpointed region unless told to leave it out.
+        self.assert_refused("Llama, as it is", checkpointed_llama, "HOP: Unsafe side effect")
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+            self.check_both("Llama", checkpointed_llama, conserved=regional)
+            # Told to cache, it logs that it will not.
+            caching = functools.partial(checkpointed_llama, use_cache=True)
+            self.assert_refused("Llama, use_cache=True", caching, "logging.Logger method")
         self.finish_cases()
 
     def test_gpt2(self) -> None:
