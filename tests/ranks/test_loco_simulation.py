@@ -196,9 +196,10 @@ class TestSimulationOnTwoRanks(SimulationCase):
             self.check(bits=8)
         with self.case(config="short blocks, inductor"):
             self.check(block_numel=64, inner="inductor")
-        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        with self.case(config="gradients in bfloat16"):
-            self.check(policy=half)
+        for dtype in (torch.bfloat16, torch.float16):
+            half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            with self.case(config=f"gradients in {dtype}"):
+                self.check(policy=half)
         self.finish_cases()
 
     def test_divide_factors(self) -> None:
