@@ -111,7 +111,8 @@ def _last_graph_break(state: GroupState) -> str:
     new = [reason for reason in counts if counts[reason] > state.root.graph_breaks[reason]]
     if not new:
         return (
-            "none was noted, so Dynamo gave the frame up: after too many recompiles, or an "
-            "exception in the forward (see TORCH_LOGS=recompiles)"
+            "none was noted, so Dynamo gave the frame up for good: after too many recompiles (see "
+            "TORCH_LOGS=recompiles), or an exception that the forward raised while it was traced "
+            "(torch._dynamo.reset() has it traced anew)"
         )
     return new[-1].strip().splitlines()[0]
