@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import agree, capture, compat, loss_scale
 from .config import LoCoConfig
-from .guard import raise_pending, report_uncaptured
+from .guard import pending_parameters, report_uncaptured
 from .passes.find import find_gathers, find_held_markers
 from .passes.pipeline import run as run_passes
 from .passes.plan import Decline, Exchange
@@ -142,7 +142,8 @@ class LoCoBackend:
             config = self._with_options(options)
             owners = _find_owners(gm)
             if not owners and _trains_parameters(gm):
-                raise_pending(compat.all_groups())
+                if pending_parameters(compat.all_groups()):
+                    return _run_if_pending(gm, config)
                 _report_nothing_to_compress(config)
         record = CompileRecord(config, capture.traced_roots())
         compiled = _INNER[config.inner](gm, example_inputs, record)
@@ -215,6 +216,20 @@ def _report_nothing_to_compress(config: LoCoConfig) -> None:
         "as it is.",
         warns=config.on_uncaptured == "warn",
     )
+
+
+def _run_if_pending(gm: fx.GraphModule, config: LoCoConfig) -> Callable[..., Any]:
+    """Run a graph as it is in a forward that raises at its end; report it in any other.
+
+    The graph is told by its parameters, which are at hand only when it runs.
+    """
+
+    def run(*inputs: Any) -> Any:
+        if pending_parameters(compat.all_groups()).isdisjoint(map(id, inputs)):
+            _report_nothing_to_compress(config)
+        return gm.forward(*inputs)
+
+    return run
 
 
 def _run_and_record(

@@ -28,8 +28,8 @@ class UncapturedError(RuntimeError):
 def watch(group: FSDPParamGroup) -> None:
     """Check every eager forward of a group; other groups and models are left alone.
 
-    What is wrong is known before the forward and raised after it: an error that the user's own
-    forward raises comes first.
+    What is wrong is known before the outermost eager forward and raised after it: an error that
+    the user's own forward raises comes first.
     """
     if getattr(group, _WATCHED, False):
         return
@@ -40,7 +40,7 @@ def watch(group: FSDPParamGroup) -> None:
         return pre_forward(*args, **kwargs)
 
     def checked_post_forward(*args: Any, **kwargs: Any) -> Any:
-        raise_pending([group])
+        _raise_pending(group)
         return post_forward(*args, **kwargs)
 
     setattr(group, "pre_forward", checked_pre_forward)  # noqa: B010  # on this group only
@@ -48,13 +48,25 @@ def watch(group: FSDPParamGroup) -> None:
     setattr(group, _WATCHED, True)
 
 
-def raise_pending(groups: Iterable[FSDPParamGroup]) -> None:
-    """Raise UncapturedError if one of these groups runs eagerly inside a region that we compile."""
-    for group in groups:
-        state = group_state(group)
-        if state is not None and state.root.uncaptured:
-            message, state.root.uncaptured = state.root.uncaptured, ""
-            raise UncapturedError(message)
+def pending_parameters(groups: Iterable[FSDPParamGroup]) -> set[int]:
+    """Return the ids of the gathered parameters in forwards that will raise UncapturedError."""
+    return {
+        id(p._unsharded_param)
+        for group in groups
+        if (state := group_state(group)) is not None and state.root.uncaptured is not None
+        for p in group.fsdp_params
+        if hasattr(p, "_unsharded_param")  # set by the first gather
+    }
+
+
+def _raise_pending(group: FSDPParamGroup) -> None:
+    state = group_state(group)
+    if state is None or state.root.uncaptured is None:
+        return
+    name, message = state.root.uncaptured
+    if name == state.name:
+        state.root.uncaptured = None
+        raise UncapturedError(message)
 
 
 def _note_eager_run(group: FSDPParamGroup) -> None:
@@ -62,7 +74,7 @@ def _note_eager_run(group: FSDPParamGroup) -> None:
     if state is None:
         return
     if not state.name:
-        state.root.uncaptured = ""  # the root's forward starts anew
+        state.root.uncaptured = None  # the root's forward starts anew
     if not torch.is_grad_enabled():
         return
     first_time, state.ran_eagerly = not state.ran_eagerly, True
@@ -78,7 +90,7 @@ def _note_eager_run(group: FSDPParamGroup) -> None:
     )
     if state.config.on_uncaptured == "error":
         # The outermost group's: those inside run eagerly because of it.
-        state.root.uncaptured = state.root.uncaptured or message
+        state.root.uncaptured = state.root.uncaptured or (state.name, message)
     elif first_time:
         log.warning(message)
 

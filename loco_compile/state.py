@@ -167,8 +167,8 @@ class RootState:
     """Dynamo's counts of graph breaks before it traced that frame."""
     compile_id: str = ""
     """Dynamo's name of that frame."""
-    uncaptured: str = ""
-    """What to raise after the eager forward that is running now, if it should have been traced."""
+    uncaptured: tuple[str, str] | None = None
+    """The outermost group that runs eagerly now but should have been traced, and what to raise."""
     compared: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     """Process groups with plans that all their ranks share (`agree`)."""
 

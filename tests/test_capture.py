@@ -183,6 +183,19 @@ class Whole(nn.Module):
         return torch.relu(self.up(x))
 
 
+class Picky(nn.Module):
+    """A block that refuses batches of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise ValueError("three")
+        return torch.relu(self.up(x))
+
+
 def breaking_stack() -> nn.Module:
     model = Stack(num_blocks=2)
     model.blocks[1] = Breaking()
@@ -210,6 +223,28 @@ def test_a_graph_break_may_be_a_warning(two_ranks: None, caplog: pytest.LogCaptu
     assert len(warnings) == len(set(warnings))  # once for each group, not in each step
     assert any("FSDP group '(root)'" in w for w in warnings)
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_an_exception_in_a_traced_forward(two_ranks: None) -> None:
+    """It reaches the user, Dynamo gives the frame up, and the fix of our error brings it back."""
+    model = Stack(num_blocks=2)
+    model.blocks[1] = Picky()
+    model = shard(model)
+    compiled = torch.compile(model, backend=BACKEND)
+    compiled(torch.randn(4, 64)).sum().backward()
+    kept = error_state(model).norms()
+    assert all(kept.values())
+    with pytest.raises(ValueError, match="three"):
+        compiled(torch.randn(3, 64))
+    with pytest.raises(UncapturedError, match=r"the forward raised .* \(torch._dynamo.reset\(\)"):
+        compiled(torch.randn(4, 64))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled(torch.randn(4, 64))
+    assert error_state(model).norms() == kept
+    with recorded() as graphs:
+        compiled(torch.randn(4, 64)).sum().backward()
+    assert sum(g.count("all_to_all_single") for g in graphs.after) == 3
 
 
 def test_a_graph_break_outside_of_groups_is_none_of_ours(two_ranks: None) -> None:
