@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-VOCABULARY = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,11 +24,15 @@ class ModelConfig:
     """Attention heads; must divide dim."""
     context: int = 128
     """Bytes in one window."""
+    vocabulary: int = 256
+    """Rows of the embedding and of the head; more than the 256 that bytes use only weigh."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
                 raise ValueError(f"{field.name} must be 1 or more, got {getattr(self, field.name)}")
+        if self.vocabulary < 256:
+            raise ValueError(f"vocabulary must hold the 256 bytes, got {self.vocabulary}")
         if self.dim % self.heads:
             raise ValueError(f"heads must divide dim={self.dim}, got {self.heads}")
 
@@ -72,11 +75,11 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, config.dim)
+        self.tokens = nn.Embedding(config.vocabulary, config.dim)
         self.positions = nn.Embedding(config.context, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim)
-        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
         self._initialise(config.layers)
 
     def _initialise(self, layers: int) -> None:
@@ -99,11 +102,21 @@ class GPT(nn.Module):
 
 
 def build_model(
-    config: ModelConfig, *, mesh: DeviceMesh, seed: int, policy: MixedPrecisionPolicy
+    config: ModelConfig,
+    *,
+    mesh: DeviceMesh,
+    seed: int,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None = None,
 ) -> GPT:
-    """Return a model with the seed's weights, sharded over the mesh: each block, then the rest."""
+    """Return a model with the seed's weights, sharded over the mesh: each block, then the rest.
+
+    `reshard_after_forward=None` is FSDP2's default: blocks are gathered again for backward.
+    """
     torch.manual_seed(seed)  # every rank makes the same full weights and keeps its shard of them
     model = GPT(config)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    options["reshard_after_forward"] = reshard_after_forward
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)

@@ -30,10 +30,15 @@ def verify(gm: fx.GraphModule, *, exchanges: Sequence[Exchange]) -> fx.GraphModu
     for node in graph.nodes:
         if _is_collective(node) and node not in waited:
             raise AssertionError(f"expected a wait for {node.name}, found none")
-        # Operators only: AOTAutograd's own nodes for random state carry none.
-        if isinstance(node.target, torch._ops.OpOverload) and "val" not in node.meta:
+        if _returns_a_value(node) and "val" not in node.meta:
             raise AssertionError(f"expected node {node.name} to carry meta['val']")
     return gm
+
+
+def _returns_a_value(node: fx.Node) -> bool:
+    """Whether it is an operator with a result: asserts have none, nor random state's own nodes."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.returns)
 
 
 def _is_collective(node: fx.Node) -> bool:

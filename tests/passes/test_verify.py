@@ -88,6 +88,14 @@ def test_a_node_without_metadata_is_refused() -> None:
         verify(traced.gm, exchanges=exchanges)
 
 
+def test_a_node_without_a_result_needs_no_metadata() -> None:
+    gm = make_fx(torch.neg, tracing_mode="fake")(torch.randn(2))
+    first, *_ = gm.graph.nodes
+    with gm.graph.inserting_after(first):
+        gm.graph.call_function(torch.ops.aten._assert_async.default, (first,))
+    assert verify(gm, exchanges=[]) is gm
+
+
 def test_order_of_collectives() -> None:
     names = ["all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor"]
     for order in (names, names[::-1]):
